@@ -1,0 +1,60 @@
+"""What was asked and what was chosen, as frozen values. After parsing nobody reads flags, files or the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["bf16", "fp32"]
+Checkpointing = Literal["none", "full"]
+Attention = Literal["sdpa", "eager"]
+Device = Literal["cuda", "cpu"]
+
+ITEMSIZE: dict[str, int] = {"bf16": 2, "fp32": 4}
+"""Bytes of one parameter element in compute."""
+
+REDUCE_ITEMSIZE = 4
+"""Gradients are reduced and accumulated in fp32."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Everything that decides what one rank of the zplan runtime allocates and when."""
+
+    stage: int
+    """ZeRO stage, 0 to 3."""
+    world_size: int
+    """Data-parallel ranks over all nodes."""
+    micro_batch: int = 1
+    """Sequences per rank and micro-step."""
+    accumulation: int = 1
+    """Micro-steps per optimizer step."""
+    seq: int = 2048
+    """Tokens per sequence."""
+    precision: Precision = "bf16"
+    """dtype of compute and of the gathered parameters; master weights, moments and reduction are fp32."""
+    checkpointing: Checkpointing = "none"
+    """`full`: every block keeps its input only and is run again in backward."""
+    attention: Attention = "sdpa"
+    ring_slots: int = 2
+    """Stage 3: gathered blocks held at once."""
+    piece_numel: int = 32 * 2**20
+    """Elements; cap of one reduce (`reduce_bucket_size`): 128 MiB in fp32."""
+    reduce_slots: int = 2
+    """Reduces in flight."""
+    device: Device = "cuda"
+    """Whose op table the activations follow."""
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step over all ranks."""
+        return self.micro_batch * self.accumulation * self.world_size
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.precision]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters live in shards between uses: stage 3 on more than one rank."""
+        return self.stage == 3 and self.world_size > 1

@@ -1,0 +1,110 @@
+"""Lines, phases and their sums. The only code that adds bytes up.
+
+A line is a named number of bytes with a tier and, for each of its instances, a lifetime: the phases it lives
+through. The peak is the maximum over phases of the live lines, never a sum of maxima.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["device", "host", "pinned", "nvme"]
+Kind = Literal["states", "buffers", "activations", "overhead"]
+Source = Literal["allocated", "derived", "measured", "estimate"]
+"""allocated: zplan allocates it, exact. derived: follows from torch's own ops, exact on the device named in the plan.
+measured: a machine constant with its source in `note`. estimate: stated, not exact."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """`nbytes` of one storage (or of one set of storages that are born and die together), and where it lives when.
+
+    Attributes
+    ----------
+    id
+        Dotted, stable: `optim.exp_avg`, `act.block.saved`.
+    nbytes
+        Bytes of one instance.
+    spans
+        One `(first, last)` pair of phase indices (inclusive) per instance.
+    """
+
+    id: str
+    nbytes: int
+    spans: tuple[tuple[int, int], ...]
+    kind: Kind
+    tier: Tier = "device"
+    source: Source = "allocated"
+    note: str = ""
+
+    @property
+    def count(self) -> int:
+        return len(self.spans)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all instances together, alive at once or not."""
+        return self.nbytes * self.count
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All lines of one rank over the phases of one training step."""
+
+    phases: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    def per_phase(self, tier: Tier = "device", kind: Kind | None = None) -> tuple[int, ...]:
+        """Live bytes in each phase, in phase order."""
+        delta = [0] * (len(self.phases) + 1)
+        for line in self.lines:
+            if line.tier != tier or (kind is not None and line.kind != kind) or not line.nbytes:
+                continue
+            for first, last in line.spans:
+                delta[first] += line.nbytes
+                delta[last + 1] -= line.nbytes
+        live, out = 0, []
+        for d in delta[:-1]:
+            live += d
+            out.append(live)
+        return tuple(out)
+
+    def peak_bytes(self, tier: Tier = "device") -> int:
+        return max(self.per_phase(tier), default=0)
+
+    def peak_phase(self, tier: Tier = "device") -> str:
+        """Name of the first phase that reaches the peak."""
+        per = self.per_phase(tier)
+        return self.phases[per.index(max(per))]
+
+    def live(self, phase: str, tier: Tier = "device") -> tuple[tuple[Line, int], ...]:
+        """`(line, instances alive)` in one phase, for lines with at least one."""
+        at = self.phases.index(phase)
+        found = []
+        for line in self.lines:
+            n = sum(first <= at <= last for first, last in line.spans)
+            if line.tier == tier and n:
+                found.append((line, n))
+        return tuple(found)
+
+    def kind_at_peak(self, tier: Tier = "device") -> dict[str, int]:
+        """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
+        out: dict[str, int] = {}
+        for line, n in self.live(self.peak_phase(tier), tier):
+            out[line.kind] = out.get(line.kind, 0) + n * line.nbytes
+        return out
+
+    def line(self, line_id: str) -> Line:
+        return next(x for x in self.lines if x.id == line_id)
+
+
+def merge(phases: Iterable[str], *groups: Iterable[Line]) -> Ledger:
+    """One ledger from groups of lines; empty lines are left out, ids must be unique."""
+    lines = tuple(x for group in groups for x in group if x.nbytes and x.spans)
+    seen: set[tuple[str, str]] = set()
+    for x in lines:
+        assert (x.id, x.tier) not in seen, f"line {x.id} on {x.tier} given twice"
+        seen.add((x.id, x.tier))
+    return Ledger(tuple(phases), lines)

@@ -1,0 +1,1 @@
+"""The runtime: a ZeRO engine over torch.distributed that allocates what the ledger says."""
