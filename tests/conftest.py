@@ -24,7 +24,14 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 # Ranks are forked from a server that has imported these once and has run nothing: a rank starts in about 20 ms, not in
 # the 2 s that torch takes, and still begins with a clean process (no groups, no tensors, no threads of another test).
-PRELOAD = ["pytest", "torch", "torch.distributed", "torch.utils.checkpoint", "zplan.runtime.decoder", "zplan.runtime.engine"]
+PRELOAD = [
+    "pytest",
+    "torch",
+    "torch.distributed",
+    "torch.utils.checkpoint",
+    "zplan.runtime.decoder",
+    "zplan.runtime.engine",
+]
 
 
 class RankFailed(RuntimeError):
