@@ -12,7 +12,7 @@ own (only the last one's tail does). A piece is what one reduce moves, so it cap
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ALIGN = 64
 """Elements. Keeps every tensor on a 128-byte boundary in 16 bits and 256 in fp32, at the same offset in both."""
@@ -74,6 +74,11 @@ class UnitLayout:
     @property
     def max_piece_numel(self) -> int:
         return max((p.numel for p in self.pieces), default=0)
+
+    def renamed(self, name: str, params: Sequence[str]) -> UnitLayout:
+        """The same layout for another unit of the same shape."""
+        entries = tuple(replace(e, name=p) for e, p in zip(self.entries, params, strict=True))
+        return replace(self, name=name, entries=entries)
 
     def own(self, piece: Piece, rank: int) -> tuple[int, int]:
         """`(start, end)` in the flat buffer of the slice of `piece` that `rank` owns."""

@@ -1,0 +1,75 @@
+"""Lines of the runtime's working buffers: ring, reduce slots, fp32 gradients, placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zplan.planner.config import REDUCE_ITEMSIZE, Choice
+from zplan.planner.ledger import Line
+from zplan.planner.placement import Placement, shards_states
+from zplan.planner.states import by_class
+from zplan.planner.timeline import Timeline
+
+
+def full_gradients(choice: Choice) -> bool:
+    """Whether a rank accumulates whole fp32 gradients rather than its shard of them.
+
+    On one rank and at stage 0 there is nothing to scatter to; at stage 1 with accumulation the reduce waits for the
+    last micro-step, so every rank adds up whole gradients until then.
+    """
+    return not shards_states(choice) or (choice.stage == 1 and choice.accumulation > 1)
+
+
+def uses_reduce_slots(choice: Choice) -> bool:
+    """Whether gradients pass through reduce slots: only where a reduce-scatter ends in a separate shard."""
+    return not full_gradients(choice)
+
+
+def buffer_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """Working buffers of one rank."""
+    return [
+        *ring_lines(placements, choice, time),
+        *reduce_lines(placements, choice, time),
+        *gradient_lines(placements, choice, time),
+        *placeholder_lines(placements, choice, time),
+    ]
+
+
+def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """K slots per size class of ringed units, in the compute dtype, always there."""
+    classes = {p.size_class: p.layout.padded_numel for p in placements if p.ringed}
+    spans = (time.always,) * choice.ring_slots
+    return [Line(f"params.ring.{name}", n * choice.itemsize, spans, "buffers") for name, n in classes.items()]
+
+
+def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """fp32 slots of the largest piece, from the first reduce of a backward to its end."""
+    if not uses_reduce_slots(choice) or not placements:
+        return []
+    numel = max(p.layout.max_piece_numel for p in placements)
+    total = sum(len(p.layout.pieces) for p in placements)
+    span = (time.at(f"reduce.{placements[-1].unit.name}"), time.last_backward)
+    slots = min(choice.reduce_slots, total)
+    return [Line("grads.slot", numel * REDUCE_ITEMSIZE, (span,) * slots, "buffers")]
+
+
+def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """fp32 gradients. Born at their unit's reduce with accumulation 1; with more they persist."""
+    full = full_gradients(choice)
+    rows = [
+        (
+            p,
+            (p.layout.padded_numel if full else p.layout.shard_numel) * REDUCE_ITEMSIZE,
+            time.always if choice.accumulation > 1 else time.from_reduce(p.unit.name),
+        )
+        for p in placements
+    ]
+    return by_class("grads.full" if full else "grads.shard", rows, "buffers")
+
+
+def placeholder_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """One NaN scalar per parameter, shown in its place while its values are not there."""
+    if not shards_states(choice):
+        return []
+    count = sum(len(p.layout.entries) for p in placements)
+    return [Line("params.placeholder", choice.itemsize, (time.always,) * count, "buffers")]

@@ -1,0 +1,89 @@
+"""What one rank keeps of each unit, and where: the decisions that states, buffers and the runtime share.
+
+[Note: resident and ringed] At stage 3 on several ranks, blocks of equal size share a ring of K slots and hold no 16-bit
+copy between uses (*ringed*). Every other unit (embedding, final norm, head, a size class with no more than K units, and
+anything tied) is *resident*: its flat buffer in the compute dtype is always there. At stages 0 to 2 all units are resident.
+On one rank nothing is sharded, whatever the stage.
+
+[Note: masters] In bf16 a rank keeps fp32 master weights of its slices. In fp32 the resident flat buffer's own slices
+*are* the master weights; only a ringed unit keeps them apart, since its slot holds other blocks in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zplan.planner.config import Choice
+from zplan.planner.layout import UnitLayout, lay_out
+from zplan.planner.models import ModelSpec, Unit
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One unit on one rank. Sizes in elements; see [Note: resident and ringed] and [Note: masters]."""
+
+    unit: Unit
+    layout: UnitLayout
+    size_class: str
+    """Units of one class have equal sizes: `block`, `embed`, ...; ledger lines carry it as their last part."""
+    ringed: bool
+    slot: int
+    """Index of the ring slot; meaningless when resident."""
+    owned_numel: int
+    """Elements whose master weights and moments this rank keeps: the shard, or everything at stage 0."""
+    has_master: bool
+
+
+def shards_states(choice: Choice) -> bool:
+    """Whether each rank updates only its own slices."""
+    return choice.stage >= 1 and choice.world_size > 1
+
+
+def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
+    """Placement of every unit that has parameters, in forward order."""
+    return place_units([u for u in spec.units if u.params], choice, tied=frozenset())
+
+
+def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) -> tuple[Placement, ...]:
+    """As `place`, for units of any module; `tied` names units that other units read from."""
+    layouts = _lay_out_all(units, choice)
+    names = _size_classes(units, layouts)
+    count = Counter(names)
+    out, seen = [], Counter[str]()
+    for u, lay, name in zip(units, layouts, names, strict=True):
+        ringed = choice.sharded and u.kind == "block" and u.name not in tied and count[name] > choice.ring_slots
+        owned = lay.shard_numel if shards_states(choice) else lay.padded_numel
+        out.append(
+            Placement(u, lay, name, ringed, seen[name] % choice.ring_slots, owned, choice.precision != "fp32" or ringed)
+        )
+        seen[name] += 1
+    return tuple(out)
+
+
+def _lay_out_all(units: Sequence[Unit], choice: Choice) -> list[UnitLayout]:
+    """Layouts of all units; blocks of one shape are laid out once."""
+    done: dict[tuple[int, ...], UnitLayout] = {}
+    out = []
+    for u in units:
+        sizes = tuple(p.numel for p in u.params)
+        if sizes not in done:
+            params = [(p.name, p.numel) for p in u.params]
+            done[sizes] = lay_out(u.name, params, world_size=choice.world_size, piece_numel=choice.piece_numel)
+        out.append(done[sizes].renamed(u.name, [p.name for p in u.params]))
+    return out
+
+
+def _size_classes(units: Sequence[Unit], layouts: Sequence[UnitLayout]) -> list[str]:
+    """`block` for the first size met of a kind, `block2` for the next, and so on."""
+    known: dict[str, list[tuple[int, int]]] = {}
+    out = []
+    for u, lay in zip(units, layouts, strict=True):
+        size = (lay.padded_numel, lay.numel)
+        sizes = known.setdefault(u.kind, [])
+        if size not in sizes:
+            sizes.append(size)
+        at = sizes.index(size)
+        out.append(u.kind if at == 0 else f"{u.kind}{at + 1}")
+    return out

@@ -1,0 +1,40 @@
+"""From a model and a choice to the ledger of one rank: the place where all line families meet."""
+
+from __future__ import annotations
+
+from zplan.planner.activations import activation_lines
+from zplan.planner.buffers import buffer_lines
+from zplan.planner.config import Choice
+from zplan.planner.ledger import Ledger, Line, merge
+from zplan.planner.models import ModelSpec
+from zplan.planner.placement import place
+from zplan.planner.states import state_lines
+from zplan.planner.timeline import timeline
+
+
+def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = ()) -> Ledger:
+    """Ledger of one rank over one training step in steady state.
+
+    Parameters
+    ----------
+    spec
+        A model whose architecture is known; activations follow `runtime/decoder.py`.
+    choice
+        Stage, ranks, batch, precision.
+    overheads
+        Further lines over the same phases, such as those of `hardware.overhead_lines`.
+
+    Returns
+    -------
+    Ledger
+        Bytes are exact where a line's source is `allocated` or `derived`.
+    """
+    time = timeline(spec.units)
+    placements = place(spec, choice)
+    return merge(
+        time.phases,
+        state_lines(placements, choice, time),
+        buffer_lines(placements, choice, time),
+        activation_lines(spec, choice, time.phases),
+        overheads,
+    )

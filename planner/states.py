@@ -1,0 +1,45 @@
+"""Lines of the model states: parameters, master weights, moments, and the optimizer's scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zplan.planner.config import Choice
+from zplan.planner.ledger import Kind, Line
+from zplan.planner.placement import Placement, shards_states
+from zplan.planner.timeline import Timeline
+
+FP32 = 4
+
+NUM_SCALARS = 6
+"""fp32 scalars of the optimizer: step, norm, clip coefficient, gradient scale, non-finite flag, scratch."""
+
+
+def by_class(line_id: str, rows: Sequence[tuple[Placement, int, tuple[int, int]]], kind: Kind) -> list[Line]:
+    """One line per size class from `(placement, bytes, span)` rows; equal class means equal bytes."""
+    groups: dict[str, list[tuple[int, tuple[int, int]]]] = {}
+    for p, nbytes, span in rows:
+        groups.setdefault(p.size_class, []).append((nbytes, span))
+    return [
+        Line(f"{line_id}.{name}", found[0][0], tuple(span for _, span in found), kind) for name, found in groups.items()
+    ]
+
+
+def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """Everything that lives between steps. Moments and masters are there from the first step on."""
+    always = time.always
+    lines: list[Line] = []
+    resident = [(p, p.layout.padded_numel * choice.itemsize, always) for p in placements if not p.ringed]
+    lines += by_class("params.flat", resident, "states")
+    lines += by_class("optim.master", [(p, p.owned_numel * FP32, always) for p in placements if p.has_master], "states")
+    for name in ("exp_avg", "exp_avg_sq"):
+        lines += by_class(f"optim.{name}", [(p, p.owned_numel * FP32, always) for p in placements], "states")
+    lines.append(Line("optim.scalars", NUM_SCALARS * FP32, (always,), "states"))
+    # One norm per slice that the step visits.
+    lines.append(Line("optim.norms", num_slices(placements, choice) * FP32, (always,), "states"))
+    return lines
+
+
+def num_slices(placements: Sequence[Placement], choice: Choice) -> int:
+    """Contiguous stretches that this rank updates: one per piece where states are sharded, one per unit elsewhere."""
+    return sum(len(p.layout.pieces) if shards_states(choice) else 1 for p in placements)

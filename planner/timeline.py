@@ -1,0 +1,53 @@
+"""The phases of one training step, in order, and where in it things are born and die."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zplan.planner.models import Unit
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Named phases of one micro-step and the optimizer step that follows it.
+
+    With accumulation all micro-steps look the same, since their gradients persist, so one stands for all.
+    """
+
+    phases: tuple[str, ...]
+    index: dict[str, int]
+
+    def at(self, phase: str) -> int:
+        return self.index[phase]
+
+    @property
+    def always(self) -> tuple[int, int]:
+        return 0, len(self.phases) - 1
+
+    @property
+    def last_backward(self) -> int:
+        """The phase before the optimizer step."""
+        return len(self.phases) - 2
+
+    def from_reduce(self, unit: str) -> tuple[int, int]:
+        """From a unit's reduce to the optimizer step: the life of a gradient shard that is born late."""
+        return self.index[f"reduce.{unit}"], len(self.phases) - 1
+
+
+def timeline(units: Sequence[Unit]) -> Timeline:
+    """Phases for units in forward order. A unit without parameters of its own is never reduced.
+
+    Examples
+    --------
+    >>> from zplan.planner.models import Param
+    >>> timeline([Unit("embed", "embed", (Param("w", (2, 2)),)), Unit("head", "head", ())]).phases
+    ('idle', 'forward.embed', 'forward.head', 'loss', 'backward.loss', 'backward.head', 'backward.embed', 'reduce.embed', 'step')
+    """
+    phases = ["idle", *(f"forward.{u.name}" for u in units), "loss", "backward.loss"]
+    for u in reversed(units):
+        phases.append(f"backward.{u.name}")
+        if u.params:
+            phases.append(f"reduce.{u.name}")
+    phases.append("step")
+    return Timeline(tuple(phases), {p: i for i, p in enumerate(phases)})

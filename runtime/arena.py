@@ -1,0 +1,38 @@
+"""Gives out the ledger's buffers by line id: the one place where the runtime asks for memory.
+
+The arena keeps count of what it gave, so that an out-of-memory error can lay the ledger beside it, and so that a
+request larger than its line is caught where it is made. Nothing that measures reads it.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+
+class Arena:
+    """Allocator of named buffers on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._given: dict[str, list[weakref.ref[torch.UntypedStorage]]] = {}
+
+    def take(self, line: str, numel: int, dtype: torch.dtype, *, fill: float | None = None) -> Tensor:
+        """A 1D tensor of its own storage, exactly `numel` elements; uninitialised unless `fill` is given."""
+        out = torch.empty(numel, dtype=dtype, device=self.device)
+        if fill is not None:
+            out.fill_(fill)
+        self._given.setdefault(line, []).append(weakref.ref(out.untyped_storage()))
+        return out
+
+    def held(self) -> dict[str, int]:
+        """Bytes alive by line id."""
+        out: dict[str, int] = {}
+        for line, refs in self._given.items():
+            alive = [s for s in (r() for r in refs) if s is not None]
+            self._given[line] = [weakref.ref(s) for s in alive]
+            if alive:
+                out[line] = sum(s.nbytes() for s in alive)
+        return out

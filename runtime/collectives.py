@@ -1,0 +1,93 @@
+"""In-place collectives over flat buffers. Stateless but for the sequence that checked mode compares.
+
+Gathers write straight into the buffer that compute reads; reduces read the buffer that gradients were copied into.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zplan.planner.errors import ZplanError
+from zplan.runtime.mesh import Mesh
+
+# torch 2.13 renamed both and warns about the old names; 2.11 has only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collectives:
+    """The collectives of one engine.
+
+    Parameters
+    ----------
+    mesh
+        Groups and rank.
+    checked
+        Compare `(sequence, kind, unit)` across ranks before each collective, through the store, so that a rank that runs
+        another order gets an error instead of a hang.
+    """
+
+    def __init__(self, mesh: Mesh, *, checked: bool) -> None:
+        self.mesh, self.checked = mesh, checked and mesh.world_size > 1 and not _is_fake()
+        self.sequence = 0
+
+    def all_gather(self, full: Tensor, own: Tensor, unit: str) -> None:
+        """Fill `full` (1D) with every rank's `own`, which is this rank's slice of it."""
+        self._announce("all_gather", unit)
+        _all_gather(full, own, group=self.mesh.gathers)
+
+    def reduce_scatter(self, own: Tensor, full: Tensor, unit: str) -> None:
+        """Sum `full` over ranks and leave this rank's slice in `own`, which may be that slice of `full` itself."""
+        self._announce("reduce_scatter", unit)
+        _reduce_scatter(own, full, group=self.mesh.reduces)
+
+    def all_reduce(self, tensor: Tensor, unit: str) -> None:
+        """Sum over ranks, in place."""
+        self._announce("all_reduce", unit)
+        dist.all_reduce(tensor, group=self.mesh.reduces)
+
+    def same_everywhere(self, value: int, what: str) -> None:
+        """Checked mode: raise where a number that must be equal on all ranks isn't."""
+        if not self.checked:
+            return
+        seen = self._exchange("hash", str(value))
+        if len(set(seen)) > 1:
+            odd = [r for r, v in enumerate(seen) if v != seen[0]]
+            raise ZplanError(
+                f"{what} differs between ranks: ranks {odd} hold another value than rank 0",
+                "ranks drifted apart; look for code that changes parameters on one rank only",
+            )
+
+    def _announce(self, kind: str, unit: str) -> None:
+        if not self.checked:
+            return
+        seen = self._exchange("order", f"{kind} of {unit}")
+        if len(set(seen)) > 1:
+            said = "; ".join(f"rank {r}: {v}" for r, v in enumerate(seen))
+            raise ZplanError(
+                f"ranks run different collectives at number {self.sequence}: {said}",
+                "every rank must run the same modules in the same order",
+            )
+
+    def _exchange(self, topic: str, text: str) -> list[str]:
+        store = dist.distributed_c10d._get_default_store()
+        self.sequence += 1
+        key = f"zplan/{topic}/{self.sequence}"
+        store.set(f"{key}/{self.mesh.rank}", text)
+        seen = [store.get(f"{key}/{r}").decode() for r in range(self.mesh.world_size)]
+        # Everyone has read the sequence before last once everyone has written the last one.
+        if self.sequence > 2:
+            store.delete_key(f"zplan/order/{self.sequence - 2}/{self.mesh.rank}")
+        return seen
+
+
+def _is_fake() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
+def checksum(tensor: Tensor) -> int:
+    """Order-independent sum of a tensor's bits, to compare replicas."""
+    raw = tensor.detach().contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    return int(raw.sum(dtype=torch.int64).item())

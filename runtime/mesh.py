@@ -1,0 +1,95 @@
+"""Rank, world, device and process groups. The only place that makes groups."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zplan.planner.errors import ZplanError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands. Gathers and reduces have a communicator each, since one would serialise them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    gathers: dist.ProcessGroup | None
+    reduces: dist.ProcessGroup | None
+    started_here: bool
+    """Whether `close` should end the process group."""
+
+    def close(self) -> None:
+        if self.started_here and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(*, pretend_world: int | None = None, timeout_s: float = 600.0) -> Mesh:
+    """Join the job that torchrun (or anything that sets the same variables) started, or stand alone.
+
+    Parameters
+    ----------
+    pretend_world
+        Be rank 0 of this many over a process group whose collectives move nothing: memory is that of a real rank,
+        numbers are not.
+    timeout_s
+        How long a collective may wait for a missing rank.
+    """
+    started = False
+    if pretend_world is not None:
+        started = _pretend(pretend_world)
+    elif not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _start(timeout_s)
+        started = True
+    device = _device()
+    if not dist.is_initialized():
+        return Mesh(0, 1, device, None, None, started_here=False)
+    world = dist.get_world_size()
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        device = torch.device("cpu")
+    if world == 1:
+        return Mesh(0, 1, device, None, None, started_here=started)
+    gathers = dist.new_group()
+    reduces = dist.new_group()
+    return Mesh(dist.get_rank(), world, device, gathers, reduces, started_here=started)
+
+
+def _device() -> torch.device:
+    """This rank's GPU, or the CPU where there is none or `ZPLAN_DEVICE=cpu` asks for it."""
+    if os.environ.get("ZPLAN_DEVICE") == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise ZplanError(
+            f"rank with LOCAL_RANK {local} has no GPU: this machine has {torch.cuda.device_count()}",
+            "start as many ranks as there are GPUs",
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _start(timeout_s: float) -> None:
+    device = _device()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _pretend(world_size: int) -> bool:
+    if dist.is_initialized():
+        raise ZplanError(
+            "`world` pretends to be one rank of many and can't run inside a real process group",
+            "start it as a single process",
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    return True
