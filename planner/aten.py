@@ -1,7 +1,7 @@
 """What each op of torch allocates, saves for backward and allocates in backward.
 
-One method per op that a decoder uses, named as in torch. Each rule was read off torch's dispatch stream and holds for torch
-2.11 to 2.13; what differs between devices is in `DeviceTable` and nowhere else.
+One method per op that a decoder uses, named as in torch. Each rule was read off torch's dispatch stream; what differs
+between devices is in `DeviceTable` and nowhere else.
 
 Values have an itemsize instead of a dtype: 2 bf16, 4 fp32, 8 int64, 1 bool.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zplan.planner.tape import Tape, Value, dense_like, row_major
+from zplan.planner.strides import dense_like, view_strides
+from zplan.planner.tape import Tape, Value
 
 INT64, FP32, BOOL = 8, 4, 1
 
@@ -23,7 +24,8 @@ class DeviceTable:
     Attributes
     ----------
     in_place_accumulation
-        Whether a second gradient is added into the first one's buffer. Not under the dispatch mode that measures on a CPU.
+        Whether a second gradient is added into the first one's buffer. Not under the dispatch mode that measures on a
+        CPU: see [Note: observer effect] in `runtime/meter.py`.
     fused_rms_norm
         One kernel that saves its input and an fp32 reciprocal root per row; else a chain of elementwise ops in fp32.
     layer_norm_stats
@@ -39,43 +41,12 @@ class DeviceTable:
 
 
 DEVICES = {
-    "cpu": DeviceTable(
-        in_place_accumulation=False, fused_rms_norm=False, layer_norm_stats=None, kernels=False
-    ),
-    "cuda": DeviceTable(
-        in_place_accumulation=True, fused_rms_norm=True, layer_norm_stats=FP32, kernels=True
-    ),
+    "cpu": DeviceTable(in_place_accumulation=False, fused_rms_norm=False, layer_norm_stats=None, kernels=False),
+    "cuda": DeviceTable(in_place_accumulation=True, fused_rms_norm=True, layer_norm_stats=FP32, kernels=True),
 }
 
 Grads = list[Value]
 Outs = list["Value | None"]
-
-
-def view_strides(value: Value, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of `value` seen in another shape, or None when that needs a copy. The rule of `aten::view`."""
-    old = [(n, s) for n, s in zip(value.shape, value.strides, strict=True) if n != 1]
-    if not old:
-        return row_major(shape)
-    # Runs of old dims that are contiguous among themselves: (elements, innermost stride).
-    runs: list[list[int]] = []
-    for n, s in old:
-        if runs and runs[-1][2] == n * s:
-            runs[-1][0] *= n
-            runs[-1][1] = runs[-1][2] = s
-        else:
-            runs.append([n, s, s])
-    out = [0] * len(shape)
-    at, (left, stride) = len(runs) - 1, runs[-1][:2]
-    for d in reversed(range(len(shape))):
-        n = shape[d]
-        if left == 1 and n != 1:
-            at -= 1
-            left, stride = runs[at][:2]
-        if left % n:
-            return None
-        out[d] = stride
-        stride, left = stride * n, left // n
-    return tuple(out)
 
 
 class Aten:
@@ -84,10 +55,15 @@ class Aten:
     def __init__(self, tape: Tape, table: DeviceTable) -> None:
         self.tape, self.table = tape, table
 
+    def named(self, label: str, x: Value) -> Value:
+        """Give a value's storage a name for people."""
+        x.storage.label = label
+        return x
+
     # Views and copies
 
     def view(self, x: Value, shape: Sequence[int]) -> Value:
-        strides = view_strides(x, shape)
+        strides = view_strides(x.shape, x.strides, shape)
         assert strides is not None, f"view of {x.shape} with strides {x.strides} as {shape}"
         old = x.shape
         node = self.tape.node([x], lambda g, s: [self.reshape(g[0], old)])
@@ -97,7 +73,7 @@ class Aten:
 
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
         """A view where strides allow, else a row-major copy."""
-        if view_strides(x, shape) is not None:
+        if view_strides(x.shape, x.strides, shape) is not None:
             return self.view(x, shape)
         return self.view(self.clone(x), shape)
 
@@ -120,9 +96,7 @@ class Aten:
     def expand(self, x: Value, shape: Sequence[int]) -> Value:
         """Broadcast without bytes; its gradient is summed."""
         node = self.tape.node([x], lambda g, s: [g[0].alias()])
-        strides = tuple(
-            0 if n != m else s for n, m, s in zip(shape, x.shape, x.strides, strict=True)
-        )
+        strides = tuple(0 if n != m else s for n, m, s in zip(shape, x.shape, x.strides, strict=True))
         out = x.view(shape, strides)
         self.tape.finish(node, out)
         return out
@@ -148,13 +122,14 @@ class Aten:
             return x
         old = x.itemsize
         node = self.tape.node([x], lambda g, s: [self.to(g[0], old)])
-        out = self.like(x, "to", itemsize)
+        label = x.storage.label.removesuffix(" cast") + " cast"
+        out = self.like(x, label, itemsize)
         self.tape.finish(node, out)
         return out
 
     def like(self, x: Value, label: str, itemsize: int | None = None) -> Value:
         """A new value in the shape and memory order of `x`, without a node."""
-        return self.tape.new(x.shape, itemsize or x.itemsize, label, strides=dense_like(x))
+        return self.tape.new(x.shape, itemsize or x.itemsize, label, strides=dense_like(x.shape, x.strides))
 
     # Elementwise
 
@@ -285,8 +260,8 @@ class Aten:
         root = self._rsqrt(mean)
         # One expression in C++: its temporaries live to its end.
         del square, mean
-        normed = self.mul(up, root)
-        normed = self.mul(normed, weight)
+        normed = self.named("normed, before weight", self.mul(up, root))
+        normed = self.named("normed", self.mul(normed, weight))
         return self.to(normed, x.itemsize)
 
     def _square(self, x: Value) -> Value:

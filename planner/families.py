@@ -1,7 +1,7 @@
 """The op lists of the decoder families: `runtime/decoder.py`, line by line, over values without numbers.
 
-See [Note: lifetimes] in `planner/tape.py`: locals and nesting are those of the decoder on purpose. A new family is a block
-function, and a row in `BLOCKS`.
+See [Note: lifetimes] in `planner/tape.py`: locals and nesting are those of the decoder on purpose. A new family is a
+block function, and a row in `BLOCKS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Block = Callable[..., Value]
 
 
 def rotary_tables(op: Aten, arch: Architecture, seq: int, itemsize: int) -> tuple[Value, Value]:
-    """cos and sin (T, D/2), with the small fp32 vectors on the way to them."""
+    """Tables of cos and sin (T, D/2), with the small fp32 vectors on the way to them."""
     half = -(-arch.head_dim // 2)
 
     def vector(*operands: Value) -> Value:
@@ -57,7 +57,8 @@ def attend(op: Aten, q: Value, k: Value, v: Value, kind: Attention) -> Value:
         future = _triu(op, op.tape.new((t, t), BOOL, "mask"))
         scores = op.masked_fill(scores, future)
         out = op.matmul(op.to(op.softmax(op.to(scores, FP32), "softmax"), q.itemsize), v)
-    return op.reshape(op.transpose(out, 1, 2), (b, t, h * d))
+        op.named("attention output", out)
+    return op.named("attention output", op.reshape(op.transpose(out, 1, 2), (b, t, h * d)))
 
 
 def _triu(op: Aten, ones: Value) -> Value:
@@ -74,16 +75,34 @@ def llama_block(op: Aten, p: Params, arch: Architecture, attention: Attention) -
         q = heads(x, p["q.weight"], arch.heads)
         k = heads(x, p["k.weight"], arch.kv_heads)
         v = heads(x, p["v.weight"], arch.kv_heads)
-        return op.linear(attend(op, rotate(op, q, cos, sin), rotate(op, k, cos, sin), v, attention), p["o.weight"])
+        op.named("v", v)
+        return op.linear(
+            attend(
+                op,
+                op.named("q, rotated", rotate(op, q, cos, sin)),
+                op.named("k, rotated", rotate(op, k, cos, sin)),
+                v,
+                attention,
+            ),
+            p["o.weight"],
+        )
 
     def feed(x: Value) -> Value:
         return op.linear(
-            op.mul(op.unary(op.linear(x, p["gate.weight"]), "silu"), op.linear(x, p["up.weight"])), p["down.weight"]
+            op.named(
+                "silu(gate) * up",
+                op.mul(
+                    op.named("silu(gate)", op.unary(op.named("gate", op.linear(x, p["gate.weight"])), "silu")),
+                    op.named("up", op.linear(x, p["up.weight"])),
+                ),
+            ),
+            p["down.weight"],
         )
 
     def run(x: Value, cos: Value, sin: Value) -> Value:
         x = op.add(x, attention_part(op.rms_norm(x, p["norm1.weight"]), cos, sin))
-        return op.add(x, feed(op.rms_norm(x, p["norm2.weight"])))
+        op.named("after attention", x)
+        return op.named("output", op.add(x, feed(op.rms_norm(x, p["norm2.weight"]))))
 
     return run
 
@@ -95,18 +114,21 @@ def gpt2_block(op: Aten, p: Params, arch: Architecture, attention: Attention) ->
         b, t, _ = x.shape
         q, k, v = (
             op.transpose(op.view(y, (b, t, arch.heads, arch.head_dim)), 1, 2)
-            for y in op.split(op.linear(x, p["qkv.weight"], p["qkv.bias"]), 3)
+            for y in op.split(op.named("q, k, v", op.linear(x, p["qkv.weight"], p["qkv.bias"])), 3)
         )
         return op.linear(attend(op, q, k, v, attention), p["o.weight"], p["o.bias"])
 
     def feed(x: Value) -> Value:
         return op.linear(
-            op.unary(op.linear(x, p["up.weight"], p["up.bias"]), "gelu"), p["down.weight"], p["down.bias"]
+            op.named("gelu(up)", op.unary(op.named("up", op.linear(x, p["up.weight"], p["up.bias"])), "gelu")),
+            p["down.weight"],
+            p["down.bias"],
         )
 
     def run(x: Value) -> Value:
         x = op.add(x, attention_part(op.layer_norm(x, p["norm1.weight"], p["norm1.bias"])))
-        return op.add(x, feed(op.layer_norm(x, p["norm2.weight"], p["norm2.bias"])))
+        op.named("after attention", x)
+        return op.named("output", op.add(x, feed(op.layer_norm(x, p["norm2.weight"], p["norm2.bias"]))))
 
     return run
 
@@ -170,9 +192,7 @@ class DecoderTape:
         logits = self.unit("head", self._head, self.features(ids, checkpointing, attention))
         self.tape.enter("loss")
         rows = labels.numel
-        return self._cross_entropy(
-            op.to(op.view(logits, (rows, self.arch.vocab)), FP32), labels.view((rows,), (1,))
-        )
+        return self._cross_entropy(op.to(op.view(logits, (rows, self.arch.vocab)), FP32), labels.view((rows,), (1,)))
 
     def _cross_entropy(self, x: Value, target: Value) -> Value:
         return self.op.nll_loss(self.op.softmax(x, "log_softmax"), target)

@@ -1,17 +1,18 @@
 """Autograd's memory behaviour in integers: values that have sizes but no numbers.
 
-A `Tape` runs a model's op list once, forward and backward, and keeps every level of live bytes that a phase saw. Tensors
-are `Value`s over `Storage`s; nodes save values, gradients flow through input buffers and accumulate as torch's engine
-does it. What each op allocates and saves is in `planner/aten.py`; which ops a model runs is in `planner/families.py`.
+A `Tape` runs a model's op list once, forward and backward, and keeps every level of live bytes that a phase saw.
+Tensors are `Value`s over `Storage`s; nodes save values, gradients flow through input buffers and add up as torch's
+engine does it. What each op allocates and saves is in `planner/aten.py`; which ops a model runs, in
+`planner/families.py`.
 
-[Note: lifetimes] A storage is freed when the last Python reference to it goes, exactly as in torch, where a tensor's lifetime is
-that of its handles. So an op list that mirrors the model's Python line by line, with the same locals and the same nesting
-of calls, frees at the same moments. Nothing here may keep a value in a reference cycle.
+[Note: lifetimes] A storage is freed when the last Python reference to it goes, exactly as in torch, where a tensor's
+lifetime is that of its handles. So an op list that mirrors the model's Python line by line, with the same locals and
+the same nesting of calls, frees at the same moments. Nothing here may keep a value in a reference cycle.
 
-[Note: symbols] Sizes are exact for *every* batch and sequence at once. The tape runs with two huge primes as B and T. No
-other extent of a model is a multiple of them, so the exponents of B and T in a size can be read off by division:
-every storage is `c * B**i * T**j` bytes, and a level is one coefficient for each monomial of `BASIS`. A
-batch or sequence of 1 changes which reshapes copy, so 1 is run as 1, not as a prime.
+[Note: symbols] Sizes are exact for *every* batch and sequence at once. The tape runs with two huge primes as B and T.
+No other extent of a model is a multiple of them, so the exponents of B and T in a size can be read off by division:
+every storage is `c * B**i * T**j` bytes, and a level is one coefficient for each monomial of `BASIS`. A batch or
+sequence of 1 changes which reshapes copy, so 1 is run as 1, not as a prime.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from zplan.planner.strides import dense_like, is_dense, row_major
 
 PRIME_B, PRIME_T = 2**31 - 1, 2**61 - 1
 BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
@@ -27,6 +31,8 @@ BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 ROUNDED = len(BASIS)
 """Index of one more monomial: B times T rounded up to 128, the tile height of flash attention's accumulators."""
 WIDTH = ROUNDED + 1
+
+PARAMETER_GRADIENT = "parameter gradient"
 
 Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
@@ -93,52 +99,9 @@ class Value:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def contiguous(self) -> bool:
-        return dense(self.shape, self.strides)
 
-
-def dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether strides are those of a row-major tensor; extents of 1 have no stride that matters."""
-    expected = 1
-    for n, s in zip(reversed(shape), reversed(strides), strict=True):
-        if n != 1 and s != expected:
-            return False
-        expected *= n
-    return True
-
-
-def is_dense(value: Value) -> bool:
-    """Whether a value fills its extent without gaps or overlap, in any order of dims."""
-    expected = 1
-    for s, n in sorted((s, n) for s, n in zip(value.strides, value.shape, strict=True) if n != 1):
-        if s != expected:
-            return False
-        expected *= n
-    return True
-
-
-def dense_like(value: Value) -> tuple[int, ...]:
-    """Strides of a new tensor in the memory order of `value`: torch's `preserve_format`."""
-    if is_dense(value):
-        return value.strides
-    order = sorted(range(len(value.shape)), key=lambda d: (value.strides[d], value.shape[d], -d))
-    out, step = [0] * len(order), 1
-    for d in order:
-        out[d] = step
-        step *= value.shape[d]
-    return tuple(out)
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    out, step = [], 1
-    for n in reversed(shape):
-        out.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(out))
-
-
-Backward = Callable[[list["Value"], list["Value"]], "list[Value | None]"]
+Gradients = list["Value | None"]
+Backward = Callable[[Any, list["Value"]], Gradients]
 """`(gradients of the outputs, saved values) -> gradients of the inputs`. Closures hold shapes only, never values."""
 
 
@@ -194,7 +157,7 @@ class Frame:
     run: Callable[..., object]
     inputs: list[Value]
     packed: int = 0
-    recomputed: list[Value | None] | None = None
+    recomputed: Gradients | None = None
 
 
 @dataclass
@@ -234,9 +197,7 @@ class Tape:
 
     # Storages
 
-    def new(
-        self, shape: Sequence[int], itemsize: int, label: str, *, strides: tuple[int, ...] | None = None
-    ) -> Value:
+    def new(self, shape: Sequence[int], itemsize: int, label: str, *, strides: tuple[int, ...] | None = None) -> Value:
         """A value with a fresh storage."""
         shape = tuple(shape)
         at, coefficient = _split(math.prod(shape) * itemsize)
@@ -285,7 +246,7 @@ class Tape:
     # The graph
 
     def node(self, inputs: Sequence[Value], backward: Backward, *saved: Value) -> Node | None:
-        """Start an op whose gradients go to `inputs`, saving values before it runs. None when nothing needs a gradient."""
+        """Start an op whose gradients go to `inputs`, saving values before it runs. None when none needs a gradient."""
         edges = [Edge(v.node, v.output_nr, v.shape, v.itemsize) if v.node else None for v in inputs]
         if not any(edges):
             return None
@@ -348,7 +309,7 @@ class Tape:
         assert loss.node is not None
         seed = self.new(loss.shape, loss.itemsize, "loss.grad")
         waiting = _dependencies(loss.node)
-        buffers: dict[Node, list[Value | None]] = {loss.node: [seed]}
+        buffers: dict[Node, Gradients] = {loss.node: [seed]}
         ready = [(-loss.node.seq, 0, loss.node)]
         pushed = 0
         while ready:
@@ -363,6 +324,10 @@ class Tape:
             for i, edge in enumerate(node.edges):
                 if edge is None:
                     continue
+                value = outputs[i]
+                if value is not None and isinstance(edge.node, Accumulate):
+                    value.storage.label = PARAMETER_GRADIENT
+                del value
                 target = buffers.setdefault(edge.node, [None] * edge.node.num_outputs)
                 target[edge.output_nr] = self._add(target, edge.output_nr, outputs, i)
                 waiting[edge.node] -= 1
@@ -370,14 +335,14 @@ class Tape:
                     pushed += 1
                     heapq.heappush(ready, (-edge.node.seq, pushed, edge.node))
 
-    def _call(self, node: Node, gradients: list[Value | None]) -> list[Value | None]:
+    def _call(self, node: Node, gradients: Gradients) -> Gradients:
         outputs = node.backward(gradients, [self._unpack(s) for s in node.saved])
         for i, edge in enumerate(node.edges):
             if edge is not None and outputs[i] is not None:
                 self._fit(outputs, i, edge)
         return outputs
 
-    def _fit(self, outputs: list[Value | None], i: int, edge: Edge) -> None:
+    def _fit(self, outputs: Gradients, i: int, edge: Edge) -> None:
         """Bring `outputs[i]` into its input's shape and dtype: summed over broadcast dims, then cast."""
         value = outputs[i]
         assert value is not None
@@ -386,22 +351,23 @@ class Tape:
             value = self.new((1,) * lead + edge.shape, value.itemsize, "sum")
             value = outputs[i] = Value(self, value.storage, edge.shape, row_major(edge.shape), value.itemsize)
         if value.itemsize != edge.itemsize:
-            outputs[i] = self.new(edge.shape, edge.itemsize, "to", strides=dense_like(value))
+            outputs[i] = self.new(edge.shape, edge.itemsize, "to", strides=dense_like(value.shape, value.strides))
 
-    def _add(self, buffer: list[Value | None], at: int, outputs: list[Value | None], i: int) -> Value | None:
+    def _add(self, buffer: Gradients, at: int, outputs: Gradients, i: int) -> Value | None:
         """Move `outputs[i]` into an input buffer, adding to what is there."""
         new, outputs[i] = outputs[i], None
         old = buffer[at]
         if old is None or new is None:
             return old if new is None else new
-        if self.in_place_accumulation and old.storage.refs == 1 and is_dense(old):
+        if self.in_place_accumulation and old.storage.refs == 1 and is_dense(old.shape, old.strides):
             return old
-        return self.new(old.shape, old.itemsize, "grad.sum", strides=dense_like(old))
+        return self.new(old.shape, old.itemsize, "grad.sum", strides=dense_like(old.shape, old.strides))
 
-    def _accumulate(self, node: Accumulate, gradients: list[Value | None]) -> list[Value | None]:
-        unit = node.unit
-        assert gradients[0] is not None and gradients[0].storage.refs == 1, "a shared gradient would be copied"
-        unit.arrived.append(gradients[0].alias())
+    def _accumulate(self, node: Accumulate, gradients: Gradients) -> Gradients:
+        unit, gradient = node.unit, gradients[0]
+        assert gradient is not None and gradient.storage.refs == 1, "a shared gradient would be copied"
+        gradient.storage.label = PARAMETER_GRADIENT
+        unit.arrived.append(gradient.alias())
         if len(unit.arrived) == unit.missing:
             self.enter(f"reduce.{unit.name}")
             unit.arrived.clear()
