@@ -146,6 +146,12 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
             f"heads of width {arch.head_dim} have no rotary halves that attention kernels take",
             "use an even head_dim of at least 4",
         )
+    multiple = {"bf16": 8, "fp32": 4}[choice.precision]
+    if choice.device == "cuda" and choice.attention == "sdpa" and (arch.head_dim % multiple or arch.head_dim > 256):
+        raise ZplanError(
+            f"heads of width {arch.head_dim} are padded by flash attention or not taken by it, which is not modelled",
+            "use --attention eager",
+        )
     return arch
 
 
