@@ -47,9 +47,9 @@ class Hardware:
 
     def told(self) -> str:
         """In words: `8 x RTX 4090, 23.99 GiB each, 1 node`."""
-        name = self.gpu or ("GPU" if self.world_size == 1 else "GPUs")
+        what = f"x {self.gpu}" if self.gpu else ("GPU" if self.world_size == 1 else "GPUs")
         mem = f"{format_gib(self.mem_bytes)} GiB" + (" each" if self.world_size > 1 else "")
-        return f"{self.world_size} x {name}, {mem}" + (f", on {self.nodes} nodes" if self.nodes > 1 else "")
+        return f"{self.world_size} {what}, {mem}" + (f", on {self.nodes} nodes" if self.nodes > 1 else "")
 
 
 def read_gpus() -> list[Gpu]:
@@ -133,6 +133,7 @@ def hardware_from(
     gpu: str | None = None,
     nodes: int = 1,
     host_mem_bytes: int | None = None,
+    device: str = "cuda",
 ) -> Hardware:
     """The hardware that was asked for; what is left out is read from this machine.
 
@@ -148,6 +149,8 @@ def hardware_from(
         Machines; they hold equally many GPUs.
     host_mem_bytes
         Per node.
+    device
+        On `cpu` a "GPU" is a rank and its memory an equal share of this machine's, unless given.
     """
     notes: tuple[str, ...] = ()
     name, capability = gpu, ""
@@ -155,6 +158,9 @@ def hardware_from(
         row, notes = find_gpu(gpu)
         name, capability = row.name, row.compute_capability
         mem_bytes = mem_bytes or row.mem_bytes
+    elif device == "cpu":
+        gpus, name = gpus or 1, "CPU rank"
+        mem_bytes = mem_bytes or host_memory() // max(1, gpus // nodes)
     elif mem_bytes is None:
         here, count, notes = _this_machine()
         name, capability, mem_bytes = here.name, here.compute_capability, here.mem_bytes
@@ -169,6 +175,11 @@ def hardware_from(
         )
     assert mem_bytes is not None
     return Hardware(gpus, nodes, mem_bytes, name, host_mem_bytes, capability, notes)
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _this_machine() -> tuple[Gpu, int, tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """What a card holds beside zplan's own buffers: driver, context, NCCL, cuBLAS.
 
-Measured on named machines, estimated elsewhere. None of it follows from the model, so each is a line of its own that says where its number comes from. On the CPU there
-is none.
+Measured on named machines, estimated elsewhere. None of it follows from the model, so each is a line of its own that
+says where its number comes from. On the CPU there is none.
 """
 
 from __future__ import annotations

@@ -77,7 +77,9 @@ def _assumed(params: int) -> Model:
         f"the shape has {spec.num_params:,} parameters, {missing:,} ({format_percent(missing, params)}) "
         f"fewer than {format_count(params)}"
     )
-    return Model(spec, "assumed for the count", assumed=True, stated_params=params, notes=(note,) if missing else ())
+    return Model(
+        spec, "shape assumed for the count", assumed=True, stated_params=params, notes=(note,) if missing else ()
+    )
 
 
 def _named(name: str, *, offline: bool) -> Model:
