@@ -1,0 +1,87 @@
+"""The batch identity: train = micro x accumulation x world, and what follows when some of the three are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zplan.planner.errors import ZplanError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences: `micro` per rank and micro-step, `accumulation` micro-steps per optimizer step."""
+
+    micro: int
+    accumulation: int
+    world_size: int
+
+    @property
+    def train(self) -> int:
+        """Sequences per optimizer step over all ranks."""
+        return self.micro * self.accumulation * self.world_size
+
+
+@dataclass(frozen=True)
+class BatchNames:
+    """What the three numbers are called where the user wrote them."""
+
+    train: str
+    micro: str
+    accumulation: str
+
+
+FLAGS = BatchNames("--global-batch", "--micro-batch", "--accumulation")
+KEYS = BatchNames("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of `step` around `value`, in words.
+
+    Examples
+    --------
+    >>> nearest_multiples(100, 8), nearest_multiples(3, 8)
+    ('96 or 104', '8')
+    """
+    below = value // step * step
+    return f"{below} or {below + step}" if below else str(step)
+
+
+def solve_batch(
+    *, train: int | None, micro: int | None, accumulation: int | None, world_size: int, names: BatchNames
+) -> Batch:
+    """Fill in what is left out of the batch triple, by DeepSpeed's rules.
+
+    Any two give the third; the train batch alone means one micro-step; the micro-batch alone means one micro-step. A
+    division with a rest is an error that names the nearest train batches that work.
+    """
+    gpus = f"{world_size} GPU{'s' * (world_size > 1)}"
+    if train is None:
+        if micro is None:
+            raise ZplanError(
+                f"neither `{names.train}` nor `{names.micro}` is given", f"give one of them, such as `{names.micro}` 1"
+            )
+        return Batch(micro, accumulation or 1, world_size)
+    if micro is not None and accumulation is not None:
+        got = Batch(micro, accumulation, world_size)
+        if got.train != train:
+            raise ZplanError(
+                f"`{names.train}` {train} is not {micro} x {accumulation} x {gpus} = {got.train}",
+                f"use {got.train}, or leave one of the three out",
+            )
+        return got
+    per_rank, rest = divmod(train, world_size)
+    if rest:
+        fixed = world_size * (micro or accumulation or 1)
+        raise ZplanError(
+            f"`{names.train} {train}` does not split over {gpus}: "
+            f"{train} / {world_size} = {train / world_size:g} sequences a GPU",
+            f"use {nearest_multiples(train, fixed)}",
+        )
+    fixed_name, fixed = (names.micro, micro) if micro is not None else (names.accumulation, accumulation or 1)
+    other, rest = divmod(per_rank, fixed)
+    if rest:
+        raise ZplanError(
+            f"`{names.train} {train}` gives {per_rank} sequences a GPU, which `{fixed_name} {fixed}` does not divide",
+            f"use {nearest_multiples(train, fixed * world_size)}",
+        )
+    return Batch(micro, other, world_size) if micro is not None else Batch(other, fixed, world_size)

@@ -1,0 +1,279 @@
+"""Configs in DeepSpeed's schema: a strict reader and a writer that leaves nothing to a default.
+
+The planner reads `--config` files with it and writes plans; the engine reads what users pass to `initialize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from zplan.planner import dskeys
+from zplan.planner.batch import KEYS, Batch, solve_batch
+from zplan.planner.config import Attention, Checkpointing, Choice, Precision
+from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.reading import (
+    check_keys,
+    refuse_type,
+    want_bool,
+    want_int,
+    want_list,
+    want_number,
+    want_object,
+    want_one_of,
+    want_str,
+)
+
+DEFAULT_LR = 1e-4
+"""A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How to train, as far as it is not the model or the machine."""
+
+    micro_batch: int
+    """Sequences per rank and micro-step."""
+    accumulation: int
+    """Micro-steps per optimizer step."""
+    world_size: int
+    """Data-parallel ranks that the batch was derived for."""
+    precision: Precision = "fp32"
+    """dtype of compute. A config without a `bf16` block trains in fp32, as in DeepSpeed."""
+    stage: int = 0
+    """ZeRO stage, 0 to 3."""
+    piece_numel: int = 32 * 2**20
+    """Elements; cap of one reduce (`reduce_bucket_size`)."""
+    lr: float = DEFAULT_LR
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled: AdamW."""
+    clip: float = 1.0
+    """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
+    steps_per_print: int = 10
+    """Optimizer steps between progress lines."""
+    ring_slots: int = 2
+    """Stage 3: gathered blocks held at once."""
+    reduce_slots: int = 2
+    """Reduces in flight."""
+    checkpointing: Checkpointing = "none"
+    attention: Attention = "sdpa"
+    seq: int | None = None
+    """Tokens per sequence, where the config says it."""
+    given: frozenset[str] = frozenset()
+    """Names of the fields above that the config itself names."""
+    notes: tuple[str, ...] = ()
+    """Sentences a user should see: accepted keys that change nothing here."""
+
+    @property
+    def train_batch_size(self) -> int:
+        """Sequences per optimizer step over all ranks."""
+        return self.micro_batch * self.accumulation * self.world_size
+
+
+_EXTRA_INTS = ("ring_slots", "reduce_slots", "seq")
+EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention")
+"""Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
+
+
+def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields of `TrainingConfig` that a config names, and notes; batch sizes are not derived yet.
+
+    Parameters
+    ----------
+    mapping
+        A config in DeepSpeed's schema, whole or a fragment. One object more is known: `zplan`, with the keys `EXTRAS`.
+    source
+        What it is called in errors.
+    """
+    where = f"`{source}`"
+    found: dict[str, Any] = {}
+    known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT)
+    for key, meant in dskeys.MEANT.items():
+        if key in mapping:
+            raise ZplanError(f"unknown key `{key}` in {where}", f"did you mean `{meant}`?")
+    check_keys(mapping, known, where)
+    notes = _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
+    names = {KEYS.train: "train_batch_size", KEYS.micro: "micro_batch", KEYS.accumulation: "accumulation"}
+    for key, field in names.items():
+        if mapping.get(key) is not None:
+            found[field] = want_int(key, where, mapping[key])
+    if mapping.get("gradient_clipping") is not None:
+        found["clip"] = want_number("gradient_clipping", where, mapping["gradient_clipping"])
+    if mapping.get("steps_per_print") is not None:
+        found["steps_per_print"] = want_int("steps_per_print", where, mapping["steps_per_print"])
+    for key, read in (("bf16", _bf16), ("zero_optimization", _zero), ("optimizer", _optimizer), ("zplan", _extras)):
+        if mapping.get(key) is not None:
+            notes += read(want_object(key, where, mapping[key]), f"`{key}` of {where}", found)
+    if "precision" not in found and isinstance(mapping.get("fp16"), Mapping):
+        found["precision"] = "fp32"  # A config that turns fp16 off and names nothing else asks for fp32.
+    return found, notes
+
+
+def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "config") -> TrainingConfig:
+    """Read a config in DeepSpeed's schema, with DeepSpeed's meaning and its rules for the batch triple.
+
+    Unknown keys, wrong types, and known keys that ask for what is not built yet are errors.
+    """
+    found, notes = read_settings(mapping, source=source)
+    given = frozenset(found)
+    batch = solve_batch(
+        train=found.pop("train_batch_size", None),
+        micro=found.pop("micro_batch", None),
+        accumulation=found.pop("accumulation", None),
+        world_size=world_size,
+        names=KEYS,
+    )
+    return TrainingConfig(batch.micro, batch.accumulation, world_size, **found, given=given, notes=notes)
+
+
+def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
+    """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
+    own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
+    free = ("lr", "betas", "eps", "weight_decay", "clip", "steps_per_print")
+    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **{n: settings[n] for n in free if n in settings})
+
+
+def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str, Any]:
+    """The config in DeepSpeed's schema with every value explicit; only keys that DeepSpeed knows.
+
+    Parameters
+    ----------
+    config
+        What to write.
+    largest_block_numel
+        Elements of the largest transformer block. DeepSpeed's stage 3 is told to keep no more parameters gathered than
+        zplan's ring does.
+    """
+    bf16 = config.precision == "bf16"
+    batch = Batch(config.micro_batch, config.accumulation, config.world_size)
+    params = {
+        "lr": config.lr,
+        "betas": list(config.betas),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "adam_w_mode": True,
+    }
+    return {
+        KEYS.train: batch.train,
+        KEYS.micro: batch.micro,
+        KEYS.accumulation: batch.accumulation,
+        "bf16": {"enabled": bf16, "check_grad_overflow": False},
+        "fp16": {"enabled": False},
+        "optimizer": {"type": "AdamW", "params": params},
+        "gradient_clipping": config.clip,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "prescale_gradients": False,
+        "zero_allow_untested_optimizer": False,
+        "zero_optimization": {
+            "stage": config.stage,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": config.piece_numel,
+            "allgather_partitions": True,
+            "allgather_bucket_size": config.piece_numel,
+            "round_robin_gradients": False,
+            "sub_group_size": 1_000_000_000,
+            "stage3_max_live_parameters": config.ring_slots * largest_block_numel,
+            "stage3_max_reuse_distance": config.ring_slots * largest_block_numel,
+            "stage3_prefetch_bucket_size": largest_block_numel,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": False,
+            "offload_optimizer": {"device": "none"},
+            "offload_param": {"device": "none"},
+        },
+        "steps_per_print": config.steps_per_print,
+        "wall_clock_breakdown": False,
+    }
+
+
+def _screen(
+    block: Mapping[str, Any], neutral: Mapping[str, dskeys.Neutral], inert: Mapping[str, str], where: str
+) -> tuple[str, ...]:
+    """Refuse keys that ask for what is not built; return a note for each that changes nothing."""
+    for key, asks_nothing in neutral.items():
+        if key in block and not asks_nothing(block[key]):
+            if block[key] == "auto":
+                raise refuse_type(key, where, "auto", "the value itself")
+            if isinstance(block[key], str) and block[key].lower() in ("true", "false"):
+                raise refuse_type(key, where, block[key], f"{block[key].lower()} without quotes")
+            raise ZplanError(
+                f"`{key}` of {where} asks for something that is not built yet", dskeys.INSTEAD.get(key, "leave it out")
+            )
+    for key in block:
+        if block[key] == "auto" and key in inert:
+            raise refuse_type(key, where, "auto", "the value itself")
+    return tuple(f"`{key}` of {where} changes nothing: {inert[key]}" for key in block if key in inert)
+
+
+def _bf16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    check_keys(block, ("enabled", *dskeys.BF16_NEUTRAL), where)
+    enabled = want_bool("enabled", where, block.get("enabled", False))
+    found["precision"] = "bf16" if enabled else "fp32"
+    return _screen(block, dskeys.BF16_NEUTRAL, {}, where)
+
+
+def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    check_keys(block, (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_INERT), where)
+    if "stage" in block:
+        stage = want_int("stage", where, block["stage"], least=0)
+        if stage > 3:
+            raise ZplanError(f"`stage` of {where} is {stage}", "use 0, 1, 2 or 3")
+        found["stage"] = stage
+    if "reduce_bucket_size" in block:
+        found["piece_numel"] = want_int("reduce_bucket_size", where, block["reduce_bucket_size"])
+    return _screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where)
+
+
+def _optimizer_type(kind: str, where: str) -> None:
+    """Refuse all but AdamW. DeepSpeed's "Adam" decays like AdamW unless told otherwise, so both names mean the same."""
+    if kind.lower() in ("adam", "adamw"):
+        return
+    if kind.lower() in dskeys.OTHER_OPTIMIZERS:
+        raise ZplanError(f"optimizer `{kind}` is not built yet", 'use "AdamW"')
+    near = did_you_mean(kind.lower(), ("adam", "adamw", *dskeys.OTHER_OPTIMIZERS))
+    raise ZplanError(f"unknown optimizer `{kind}` in {where}", near or 'use "AdamW"')
+
+
+def _betas(value: Any, where: str) -> tuple[float, float]:
+    betas = [want_number("betas", where, b) for b in want_list("betas", where, value)]
+    if len(betas) != 2 or max(betas) >= 1:
+        raise ZplanError(f"`betas` of {where} are {betas}", "write two numbers below 1, such as [0.9, 0.999]")
+    return betas[0], betas[1]
+
+
+def _optimizer(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    check_keys(block, ("type", "params", "legacy_fusion"), where)
+    if "type" not in block:
+        raise ZplanError(f"{where} has no `type`", 'write "type": "AdamW"')
+    _optimizer_type(want_str("type", where, block["type"]), where)
+    params = want_object("params", where, block.get("params") or {})
+    where = f"`params` of {where}"
+    if "max_grad_norm" in params:
+        raise ZplanError(f"`max_grad_norm` of {where} clips nothing", "write `gradient_clipping` at the top level")
+    check_keys(params, (*dskeys.OPTIMIZER_HONOURED, *dskeys.OPTIMIZER_NEUTRAL, *dskeys.OPTIMIZER_INERT), where)
+    notes = _screen(params, dskeys.OPTIMIZER_NEUTRAL, dskeys.OPTIMIZER_INERT, where)
+    for name in ("lr", "eps", "weight_decay"):
+        if name in params:
+            found[name] = want_number(name, where, params[name])
+    if "betas" in params:
+        found["betas"] = _betas(params["betas"], where)
+    if "lr" not in params:
+        found["lr"] = 1e-3
+        notes += (f"{where} has no `lr`: 0.001, which is DeepSpeed's default",)
+    return notes
+
+
+def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    check_keys(block, EXTRAS, where)
+    for name in _EXTRA_INTS:
+        if name in block:
+            found[name] = want_int(name, where, block[name], least=2 if name == "ring_slots" else 1)
+    for name, options in (("checkpointing", get_args(Checkpointing)), ("attention", get_args(Attention))):
+        if name in block:
+            found[name] = want_one_of(name, where, block[name], options)
+    return ()

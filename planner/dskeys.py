@@ -1,0 +1,234 @@
+"""DeepSpeed's config keys as data: which ones zplan honours, and when the others ask for nothing.
+
+Names and defaults are those of DeepSpeed 0.19. A key is in one of three tables:
+
+- honoured: `dsconfig.py` reads it into a `TrainingConfig`;
+- neutral: not built yet, accepted only while its value asks for nothing;
+- inert: steers a mechanism that zplan does not have, so no value of it can change a run; accepted with a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zplan.planner.batch import KEYS
+
+Neutral = Callable[[Any], bool]
+
+
+def absent(value: Any) -> bool:
+    return value is None or value == {} or value == []
+
+
+def false(value: Any) -> bool:
+    return value is None or value is False
+
+
+def true(value: Any) -> bool:
+    return value is None or value is True
+
+
+def either(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def disabled(value: Any) -> bool:
+    """A block that is off: missing, empty, false, or `enabled` false."""
+    return absent(value) or value is False or (isinstance(value, Mapping) and value.get("enabled", False) is False)
+
+
+def all_off(value: Any) -> bool:
+    """A block in which no single value asks for anything."""
+    return absent(value) or (isinstance(value, Mapping) and all(v is None or v is False for v in value.values()))
+
+
+def no_device(value: Any) -> bool:
+    """An offload block that offloads nothing."""
+    return absent(value) or (isinstance(value, Mapping) and value.get("device", "none") in (None, "none"))
+
+
+def one_of(*values: Any) -> Neutral:
+    return lambda value: any(type(value) is type(v) and value == v for v in values)
+
+
+def number(n: float) -> Neutral:
+    return lambda value: value is None or (not isinstance(value, bool) and value == n)
+
+
+def fp32_accumulation(value: Any) -> bool:
+    """`data_types` that ask for what zplan does anyway: gradients accumulated in fp32."""
+    return absent(value) or (
+        isinstance(value, Mapping)
+        and set(value) <= {"grad_accum_dtype"}
+        and value.get("grad_accum_dtype") in (None, "fp32")
+    )
+
+
+TOP_HONOURED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "bf16",
+    "zero_optimization",
+    "gradient_clipping",
+    "optimizer",
+    "steps_per_print",
+    "zplan",
+)
+
+TOP_NEUTRAL: dict[str, Neutral] = {
+    "fp16": disabled,
+    "amp": disabled,
+    "torch_autocast": disabled,
+    "scheduler": absent,
+    "communication_data_type": one_of(None, "fp32"),
+    "seq_parallel_communication_data_type": one_of(None, "fp32"),
+    "data_types": fp32_accumulation,
+    "gradient_allreduce_op": one_of(None, "mean"),
+    "prescale_gradients": false,
+    "gradient_predivide_factor": number(1.0),
+    "sparse_gradients": false,
+    "wall_clock_breakdown": false,
+    "memory_breakdown": false,
+    "dump_state": false,
+    "disable_allgather": false,
+    "disable_python_gc": false,
+    "managed_gradient_accumulation": true,
+    "activation_checkpointing": all_off,
+    "checkpoint": all_off,
+    "load_universal_checkpoint": false,
+    "dataloader_drop_last": false,
+    "flops_profiler": disabled,
+    "comms_logger": disabled,
+    "autotuning": disabled,
+    "elasticity": disabled,
+    "hybrid_engine": disabled,
+    "tensorboard": disabled,
+    "wandb": disabled,
+    "csv_monitor": disabled,
+    "comet": disabled,
+    "compile": disabled,
+    "nebula": disabled,
+    "eigenvalue": disabled,
+    "progressive_layer_drop": disabled,
+    "curriculum_learning": disabled,
+    "data_efficiency": disabled,
+    "quantize_training": disabled,
+    "compression_training": absent,
+    "sparse_attention": absent,
+    "pipeline": absent,
+    "tensor_parallel": absent,
+    "sequence_parallel_size": number(1),
+    "zero_force_ds_cpu_optimizer": either,
+    "zero_allow_untested_optimizer": either,
+}
+"""The last two say what may happen with other optimizers; there is only AdamW, so either value asks for nothing."""
+
+TOP_INERT: dict[str, str] = {"aio": "tunes NVMe offload, which is not built yet"}
+
+BF16_NEUTRAL: dict[str, Neutral] = {
+    "check_grad_overflow": false,
+    "immediate_grad_update": false,
+    "bf16_master_weights_and_grads": false,
+    "bf16_optimizer_states": false,
+}
+
+ZERO_HONOURED = ("stage", "reduce_bucket_size")
+
+ZERO_NEUTRAL: dict[str, Neutral] = {
+    "overlap_comm": true,
+    "contiguous_gradients": true,
+    "reduce_scatter": true,
+    "allgather_partitions": true,
+    "offload_param": no_device,
+    "offload_optimizer": no_device,
+    "cpu_offload": false,
+    "cpu_offload_param": false,
+    "zenflow": absent,
+    "round_robin_gradients": false,
+    "legacy_stage1": false,
+    "elastic_checkpoint": false,
+    "stage3_gather_16bit_weights_on_model_save": false,
+    "stage3_gather_fp16_weights_on_model_save": false,
+    "zero_hpz_partition_size": number(1),
+    "zero_quantized_weights": false,
+    "zero_quantized_nontrainable_weights": false,
+    "zero_quantized_gradients": false,
+    "mics_shard_size": number(-1),
+    "mics_hierarchical_params_gather": false,
+    "pipeline_loading_checkpoint": false,
+    "save_muon_momentum_buffer_in_memory": false,
+    "enable_sanity_checks": false,
+    "compute_grad_norm": true,
+    "load_from_fp32_weights": true,
+    "leaf_module": all_off,
+}
+
+_RING = "zplan gathers one whole block at a time into its ring"
+_FLAT = "zplan's units are flat and aligned already"
+ZERO_INERT: dict[str, str] = {
+    "allgather_bucket_size": "zplan gathers each unit in one piece",
+    "use_multi_rank_bucket_allreduce": "zplan always sends a true reduce-scatter",
+    "sub_group_size": "zplan's step goes unit by unit",
+    "stage3_prefetch_bucket_size": _RING,
+    "stage3_param_persistence_threshold": _RING,
+    "stage3_model_persistence_threshold": _RING,
+    "stage3_max_live_parameters": _RING,
+    "stage3_max_reuse_distance": _RING,
+    "stage3_module_granularity_threshold": _RING,
+    "stage3_use_all_reduce_for_fetch_params": _RING,
+    "stage3_allgather_sequential": _RING,
+    "parameter_alignment": _FLAT,
+    "ignore_unused_parameters": "zplan closes a unit with zeros where a parameter has no gradient",
+    "memory_efficient_linear": "zplan patches no torch function",
+    "override_module_apply": "zplan patches no torch function",
+    "log_trace_cache_warnings": "zplan has no trace cache",
+    "cpu_offload_use_pin_memory": "tunes offload, which is not built yet",
+}
+
+OPTIMIZER_HONOURED = ("lr", "betas", "eps", "weight_decay")
+OPTIMIZER_NEUTRAL: dict[str, Neutral] = {
+    "adam_w_mode": true,
+    "bias_correction": true,
+    "amsgrad": false,
+    "maximize": false,
+    "differentiable": false,
+    "fp32_optimizer_states": true,
+}
+OPTIMIZER_INERT: dict[str, str] = {
+    name: "it picks an implementation; zplan has its own" for name in ("torch_adam", "fused", "foreach", "capturable")
+}
+
+OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd", "sgd", "onebitadam", "zerooneadam")
+"""Lower case; known to the field and not built yet."""
+
+INSTEAD: dict[str, str] = {
+    "fp16": 'use "bf16": {"enabled": true}',
+    "scheduler": "drop it; the learning rate is constant",
+    "activation_checkpointing": "drop the block and use `--checkpointing full`",
+    "offload_optimizer": 'use {"device": "none"}',
+    "offload_param": 'use {"device": "none"}',
+    "communication_data_type": "use fp32, which is how zplan reduces",
+    "adam_w_mode": "leave it out: the decay is decoupled",
+    "cpu_offload": "use false",
+    "overlap_comm": "use true: zplan always overlaps",
+    "contiguous_gradients": "use true: zplan's gradients are always contiguous",
+    "reduce_scatter": "use true: zplan always reduce-scatters",
+}
+"""What to write instead, where that is more than leaving the key out."""
+
+MEANT: dict[str, str] = {
+    "micro_batch_size": KEYS.micro,
+    "micro_batch_size_per_gpu": KEYS.micro,
+    "micro_batch": KEYS.micro,
+    "batch_size": KEYS.train,
+    "global_batch_size": KEYS.train,
+    "accumulation_steps": KEYS.accumulation,
+    "max_grad_norm": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "zero": "zero_optimization",
+    "zero_stage": "zero_optimization",
+    "lr_scheduler": "scheduler",
+}
+"""Top-level keys that people write and that spelling alone would match with the wrong one."""

@@ -1,0 +1,337 @@
+"""The engine: composes units, gatherer, reducer, hooks and step, and is what users hold.
+
+The calls are those that people already write: `engine(batch)`, `engine.backward(loss)`, `engine.step()`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zplan.planner.config import Choice
+from zplan.planner.dsconfig import TrainingConfig, from_mapping
+from zplan.planner.errors import ZplanError
+from zplan.planner.placement import place_units
+from zplan.runtime.arena import Arena
+from zplan.runtime.collectives import Collectives, checksum
+from zplan.runtime.detect import find_units
+from zplan.runtime.gatherer import Gatherer
+from zplan.runtime.hooks import Hooks
+from zplan.runtime.materialize import Initializer, materialize, move_buffers
+from zplan.runtime.mesh import Mesh, join
+from zplan.runtime.optimizer import ShardedAdamW
+from zplan.runtime.reducer import Reducer
+from zplan.runtime.streams import Streams
+from zplan.runtime.summon import Summoned
+
+_ENGINES: list[Engine] = []
+
+
+class Engine(nn.Module):
+    """A module trained under one plan. Made by `initialize`; call it like the module itself.
+
+    Attributes
+    ----------
+    module
+        The user's module, whose parameters are now views of flat buffers.
+    grad_norm
+        0-dim fp32 tensor on the device: gradient norm of the last step, averaged, before clipping.
+    on_phase
+        Called with the ledger's name of each phase as it begins; None for nobody.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        training: TrainingConfig,
+        mesh: Mesh,
+        *,
+        init: Initializer | None,
+        seed: int,
+        checked: bool,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.training_config, self.mesh = training, mesh
+        self.choice = choice_of(training, mesh)
+        found = find_units(model)
+        if not found:
+            raise ZplanError("the model has no parameters", "pass the nn.Module that is to be trained")
+        read_elsewhere = frozenset(name for f in found for name in f.reads)
+        placements = place_units([f.unit for f in found if f.params], self.choice, tied=read_elsewhere)
+        self.arena = Arena(mesh.device)
+        self.units = materialize(found, list(placements), self.choice, self.arena, rank=mesh.rank, init=init, seed=seed)
+        move_buffers(model, mesh.device)
+        if mesh.device.type == "cuda":
+            torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
+        self.streams = Streams(mesh.device)
+        self.collectives = Collectives(mesh, checked=checked)
+        self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
+        self.reducer = Reducer(self.units, self.choice, self.arena, self.collectives, self.streams)
+        self.optimizer = ShardedAdamW(self.units, self.choice, training, self.arena)
+        self.hooks = Hooks(found, self.units, self.gatherer, self.reducer)
+        self.global_steps = 0
+        self.closed = False
+        _ENGINES.append(self)
+
+    # --- what users read -------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def grad_norm(self) -> Tensor:
+        return self.optimizer.norm
+
+    @property
+    def on_phase(self) -> Callable[[str], None] | None:
+        return self.hooks.on_phase
+
+    @on_phase.setter
+    def on_phase(self, listener: Callable[[str], None] | None) -> None:
+        self.hooks.on_phase = listener
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` will be applied."""
+        return self.reducer.micro_step >= self.choice.accumulation
+
+    # --- the step --------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module. Outside `no_grad` this is a training forward and fixes or follows the schedule."""
+        self._alive()
+        self.hooks.start_forward()
+        out = self.module(*args, **kwargs)
+        self.hooks.end_forward(training=torch.is_grad_enabled())
+        return out
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Backward of one micro-step. Averaging over ranks and micro-steps happens in the step; `loss` is returned as it is."""
+        self._alive()
+        if self.is_gradient_accumulation_boundary():
+            raise ZplanError(
+                f"`backward` was called {self.reducer.micro_step + 1} times for gradient_accumulation_steps "
+                f"{self.choice.accumulation}",
+                "call `engine.step()` after each backward; it acts at the boundary only",
+            )
+        self.hooks.phase("backward.loss")
+        loss.backward()
+        return loss
+
+    def step(self) -> None:
+        """Apply the optimizer at the accumulation boundary; elsewhere do nothing."""
+        self._alive()
+        if not self.is_gradient_accumulation_boundary():
+            return
+        self.hooks.phase("step")
+        self.optimizer.step(self.collectives)
+        self.reducer.drop()
+        self.gatherer.invalidate()
+        self.global_steps += 1
+        self._check_replicas()
+        self.hooks.phase("idle")
+
+    def reset_step(self) -> None:
+        """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it."""
+        self.hooks.reset_backward()
+        self.reducer.abandon()
+        for unit in self.units:
+            self.gatherer.release(unit, spent=False)
+
+    def _check_replicas(self) -> None:
+        """Checked mode: what every rank must hold alike is alike."""
+        if not self.collectives.checked:
+            return
+        # The last scalar is scratch, the norms before reduction differ by rank.
+        self.collectives.same_everywhere(checksum(self.optimizer.scalars[:-1]), "the optimizer's step, norm or scale")
+        if self.choice.stage == 0:
+            for u in self.units:
+                self.collectives.same_everywhere(checksum(u.buffer), f"unit `{u.name}`")
+
+    # --- whole views -----------------------------------------------------------------------------------------------
+
+    def summon(self, module: nn.Module | None = None, *, write: bool = False) -> AbstractContextManager[None]:
+        """Whole parameters of `module` (the whole model by default) while inside. Every rank must enter.
+
+        Parameters
+        ----------
+        write
+            Keep what is written: every rank must write the same values. Without it changes are an error.
+        """
+        self._alive()
+        return Summoned(self, module or self.module, write=write)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Refused outside `summon` where parameters are not whole."""
+        if any(not u.open for u in self.units):
+            raise ZplanError(
+                "`state_dict()` outside `zplan.summon`: this rank holds "
+                f"{sum(u.placement.owned_numel for u in self.units):,} of "
+                f"{sum(u.layout.numel for u in self.units):,} parameters",
+                "use `with zplan.summon(model): model.state_dict()`",
+            )
+        return self.module.state_dict(*args, **kwargs)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove hooks, leave the process group if this engine started it. Parameters keep what they show."""
+        if self.closed:
+            return
+        self.hooks.close()
+        if self in _ENGINES:
+            _ENGINES.remove(self)
+        self.closed = True
+        self.mesh.close()
+
+    def _alive(self) -> None:
+        if self.closed:
+            raise ZplanError("this engine was closed", "call `zplan.initialize` again")
+
+
+def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
+    """The planner's `Choice` for what this process will allocate. `seq` stands for what the config says, else 0."""
+    return Choice(
+        stage=training.stage,
+        world_size=mesh.world_size,
+        micro_batch=training.micro_batch,
+        accumulation=training.accumulation,
+        seq=training.seq or 0,
+        precision=training.precision,
+        checkpointing=training.checkpointing,
+        attention=training.attention,
+        ring_slots=training.ring_slots,
+        reduce_slots=training.reduce_slots,
+        piece_numel=training.piece_numel,
+        device="cuda" if mesh.device.type == "cuda" else "cpu",
+    )
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    config: object = None,
+    training_data: Any = None,
+    init: Initializer | None = None,
+    seed: int = 0,
+    world: int | None = None,
+    checked: bool | None = None,
+) -> tuple[Engine, ShardedAdamW, Any, None]:
+    """Turn a module into an engine that trains it under a plan or config.
+
+    Parameters
+    ----------
+    model
+        Any module, on the CPU, a GPU or the meta device. Its parameters are cut up one unit at a time.
+    config
+        A `Plan`, the path of a plan or of a DeepSpeed config, or such a config as a mapping. Under `zplan run` it may be
+        left out.
+    training_data
+        A map-style dataset; the third value returned is then a loader that gives each rank its own micro-batches.
+    init
+        For modules on the meta device: fills one full fp32 parameter, given `(name, tensor)`, equally on all ranks.
+    seed
+        Seed for `reset_parameters` of modules on the meta device, and for the loader's shuffle.
+    world
+        Be rank 0 of this many in one process; collectives move nothing.
+    checked
+        Checked mode; by default what `ZPLAN_CHECK` says.
+
+    Returns
+    -------
+    tuple
+        `(engine, optimizer, loader, None)`; learning-rate schedules are not built yet.
+
+    Raises
+    ------
+    ZplanError
+        When the config can't be honoured, the plan is for another world size, or the model for another plan.
+    """
+    if checked is None:
+        checked = os.environ.get("ZPLAN_CHECK", "0") not in ("", "0")
+    mesh = join(pretend_world=world)
+    training = _training_config(config, model, mesh)
+    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked)
+    loader = None if training_data is None else _loader(training_data, engine, seed)
+    return engine, engine.optimizer, loader, None
+
+
+def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingConfig:
+    from zplan.planner.plan_file import Plan, load_config
+
+    if config is None:
+        config = os.environ.get("ZPLAN_PLAN")
+        if config is None:
+            raise ZplanError("`initialize` needs a config", "pass `config=`: a plan, a path, or a mapping")
+    if isinstance(config, (str, Path)):
+        config = load_config(Path(config))
+    if isinstance(config, Plan):
+        _check_plan(config, model, mesh)
+        return config.training
+    if isinstance(config, Mapping):
+        return from_mapping(dict(config), world_size=mesh.world_size)
+    raise ZplanError(f"`config` is a {type(config).__name__}", "pass a plan, a path, or a mapping")
+
+
+def _check_plan(plan: Any, model: nn.Module, mesh: Mesh) -> None:
+    if plan.training.world_size != mesh.world_size:
+        raise ZplanError(
+            f"the plan is for {plan.training.world_size} ranks, this job has {mesh.world_size}",
+            "plan again with `--gpus` set to this job's ranks",
+        )
+    have = sum(p.numel() for p in dict.fromkeys(model.parameters()))
+    if plan.spec.num_params != have:
+        raise ZplanError(
+            f"the plan is for {plan.spec.num_params:,} parameters, this model has {have:,}",
+            "plan for this model, or pass a config without a model",
+        )
+
+
+def _loader(dataset: Any, engine: Engine, seed: int) -> Any:
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=engine.world_size, rank=engine.rank, shuffle=True, seed=seed, drop_last=True
+    )
+    return DataLoader(dataset, batch_size=engine.choice.micro_batch, sampler=sampler, drop_last=True)
+
+
+def meta_init() -> AbstractContextManager[Any]:
+    """Build a module without memory: `with zplan.meta_init(): model = Net()`; `initialize` makes it real, shard by shard."""
+    return torch.device("meta")
+
+
+@contextmanager
+def summon(module: nn.Module, *, write: bool = False) -> Iterator[None]:
+    """Whole parameters of a module that an engine trains, or of a part of it. Every rank must enter.
+
+    Examples
+    --------
+    >>> with zplan.summon(model):              # doctest: +SKIP
+    ...     torch.save(model.state_dict(), path)
+    """
+    with _engine_of(module).summon(module, write=write):
+        yield
+
+
+def _engine_of(module: nn.Module) -> Engine:
+    for engine in _ENGINES:
+        if module is engine or any(m is module for m in engine.module.modules()):
+            return engine
+    raise ZplanError("no engine trains this module", "call `zplan.initialize(model=...)` first")

@@ -1,0 +1,92 @@
+"""Brings units' values into their buffers and takes them away again: the slot ring and the lazy gather after a step.
+
+[Note: ring] Block i always uses slot i mod K, in forward, recompute and backward. Views that autograd saved in forward (a
+transposed weight, say) therefore point at the address that the backward gather fills again. The last K blocks of forward
+are still in their slots when backward starts and are not gathered a second time. A gather into a slot waits for the event
+"last compute that used it"; compute waits for the event "gather done". Writes go through the slot's own tensor, so
+the version counters of parameters do not move.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zplan.planner.config import Choice
+from zplan.planner.placement import shards_states
+from zplan.runtime.collectives import Collectives
+from zplan.runtime.streams import Streams
+from zplan.runtime.unit import FlatUnit
+
+
+class Gatherer:
+    """Moves units in and out of view. Owns no memory: slots and flat buffers belong to the units."""
+
+    def __init__(self, units: list[FlatUnit], choice: Choice, collectives: Collectives, streams: Streams) -> None:
+        self.units, self.choice, self.collectives, self.streams = units, choice, collectives, streams
+        self.sharded = shards_states(choice)
+        self.ready: torch.cuda.Event | None = None
+        """Last write to masters and own slices; gathers wait for it."""
+        self.num_gathers = 0
+
+    def need(self, unit: FlatUnit) -> None:
+        """Make a unit's values readable on the current stream."""
+        if unit.open and unit.valid:
+            return
+        self.prefetch(unit)
+        if unit.gathered is not None:
+            self.streams.wait(unit.gathered)
+            unit.gathered = None
+        unit.show()
+
+    @torch.no_grad()
+    def prefetch(self, unit: FlatUnit) -> None:
+        """Start a unit's gather unless its values are there or on their way."""
+        if unit.valid or not self.sharded:
+            return
+        with self.streams.on(self.streams.gather):
+            self.streams.wait(self.ready)
+            slot = unit.slot
+            if slot is not None:
+                self.streams.wait(slot.free)
+                slot.holder = unit
+            for piece in unit.layout.pieces:
+                own = unit.own(unit.buffer, piece)
+                if slot is not None:
+                    assert unit.master is not None, f"ringed unit {unit.name} has no master"
+                    own.copy_(unit.shard_of(unit.master, piece))
+                full = unit.buffer[piece.offset : piece.offset + piece.numel]
+                self.collectives.all_gather(full, own, unit.name)
+            unit.whole = slot is None
+            unit.gathered = self.streams.mark()
+        self.num_gathers += 1
+
+    def can_prefetch(self, unit: FlatUnit) -> bool:
+        """Whether a gather now would not overwrite a slot that is in use."""
+        return unit.slot is None or unit.slot.holder is None or not unit.slot.holder.open
+
+    def release(self, unit: FlatUnit, *, spent: bool) -> None:
+        """End a ringed unit's window. Its values stay in the slot until another unit takes it.
+
+        Parameters
+        ----------
+        spent
+            Nobody will ask for these values again before they are gathered anew; checked mode then fills them with NaN.
+        """
+        if unit.slot is None:
+            return
+        unit.hide()
+        if spent and self.collectives.checked and unit.slot.holder is unit:
+            unit.slot.buffer.fill_(float("nan"))
+            unit.slot.holder = None
+        unit.slot.free = self.streams.mark()
+
+    def invalidate(self) -> None:
+        """After the optimizer step: other ranks' slices are old everywhere, so nothing is shown until gathered."""
+        if not self.sharded:
+            return
+        for unit in self.units:
+            unit.whole = False
+            unit.hide()
+            if unit.slot is not None:
+                unit.slot.holder = None
+        self.ready = self.streams.mark()

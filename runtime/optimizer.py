@@ -1,0 +1,125 @@
+"""The sharded step: one pass of AdamW over the slices that this rank owns.
+
+[Note: averaging] Gradients reach the step as plain sums over ranks and micro-steps. Their mean, and the clipping, are one factor
+that the fused kernel divides by as it reads them (`grad_scale`), so neither costs a pass. Norm, clip coefficient and
+the non-finite flag stay on the device; the host never waits for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zplan.planner.config import Choice
+from zplan.planner.dsconfig import TrainingConfig
+from zplan.planner.placement import shards_states
+from zplan.planner.states import NUM_SCALARS, num_slices
+from zplan.runtime.arena import Arena
+from zplan.runtime.collectives import Collectives
+from zplan.runtime.unit import FlatUnit
+
+
+class ShardedAdamW:
+    """AdamW (Loshchilov and Hutter 2019) as in `torch.optim.AdamW`, on flat fp32 slices.
+
+    `param_groups` has the one group that learning-rate schedulers read and write. Scalars are 0-dim fp32 tensors on
+    the device: `norm` is the gradient norm after averaging and before clipping, as `clip_grad_norm_` returns it.
+    """
+
+    def __init__(self, units: list[FlatUnit], choice: Choice, training: TrainingConfig, arena: Arena) -> None:
+        self.units, self.choice, self.training = units, choice, training
+        self.param_groups: list[dict[str, Any]] = [
+            {
+                "params": [p for u in units for p in u.params],
+                "lr": training.lr,
+                "betas": training.betas,
+                "eps": training.eps,
+                "weight_decay": training.weight_decay,
+            }
+        ]
+        self.scalars = arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0)
+        self.applied, self.norm, self.coefficient, self.scale, self.skip, self.scratch = self.scalars.unbind()
+        self.norms = arena.take(
+            "optim.norms", num_slices([u.placement for u in units], choice), torch.float32, fill=0.0
+        )
+
+    @torch.no_grad()
+    def step(self, collectives: Collectives) -> None:
+        """Norm, clip, update, and the compute-dtype write where a resident buffer exists."""
+        rows = [row for u in self.units for row in self._rows(u)]
+        self._measure([grad for _, grad, _, _ in rows], collectives)
+        self.applied.add_(1.0).sub_(self.skip)
+        group = self.param_groups[0]
+        masters, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*rows, strict=True))
+        torch._fused_adamw_(
+            masters,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [self.applied] * len(rows),
+            lr=float(group["lr"]),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self.scale,
+            found_inf=self.skip,
+        )
+        for u in self.units:
+            self._publish(u)
+
+    def _measure(self, grads: list[Tensor], collectives: Collectives) -> None:
+        """Global norm, clip coefficient, the factor that gradients are divided by, and the skip flag. See [Note: averaging]."""
+        mean = 1.0 / (self.choice.world_size * self.choice.accumulation)
+        for out, grad in zip(self.norms.unbind(), grads, strict=True):
+            torch.linalg.vector_norm(grad, out=out)
+        torch.linalg.vector_norm(self.norms, out=self.norm)
+        if shards_states(self.choice):
+            self.norm.square_()
+            collectives.all_reduce(self.norm, "gradient norm")
+            self.norm.sqrt_()
+        self.norm.mul_(mean)
+        # x - x is 0 for a finite x and NaN otherwise, and only NaN differs from 0.
+        torch.sub(self.norm, self.norm, out=self.skip)
+        self.skip.ne_(0.0)
+        self.coefficient.fill_(1.0)
+        if self.training.clip > 0:
+            torch.add(self.norm, 1e-6, out=self.scratch)
+            torch.div(self.coefficient.fill_(self.training.clip), self.scratch, out=self.coefficient)
+            self.coefficient.clamp_(max=1.0)
+        torch.reciprocal(self.coefficient, out=self.scale)
+        self.scale.div_(mean)
+
+    def _rows(self, u: FlatUnit) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """(master, gradient, exp_avg, exp_avg_sq) of every contiguous slice that this rank updates."""
+        assert u.grad is not None and u.exp_avg is not None and u.exp_avg_sq is not None, f"unit {u.name} has no gradient"
+        if not shards_states(self.choice):
+            return [(u.buffer if u.master is None else u.master, u.grad, u.exp_avg, u.exp_avg_sq)]
+        whole_grad = u.grad.numel() == u.layout.padded_numel
+        return [
+            (
+                u.own(u.buffer, piece) if u.master is None else u.shard_of(u.master, piece),
+                u.own(u.grad, piece) if whole_grad else u.shard_of(u.grad, piece),
+                u.shard_of(u.exp_avg, piece),
+                u.shard_of(u.exp_avg_sq, piece),
+            )
+            for piece in u.layout.pieces
+        ]
+
+    def _publish(self, u: FlatUnit) -> None:
+        """Write this rank's new values into the resident flat buffer."""
+        if u.flat is None or u.master is None:
+            return
+        if not shards_states(self.choice):
+            u.flat.copy_(u.master)
+            return
+        for piece in u.layout.pieces:
+            u.own(u.flat, piece).copy_(u.shard_of(u.master, piece))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own signature
+        """Nothing to do: gradients are consumed by the step."""

@@ -1,0 +1,131 @@
+"""One flat unit on one rank: its buffers, its parameters as views, and whether they are there.
+
+[Note: placeholder] A parameter shows its values only while they are whole. At other times (a ringed unit between uses, any
+sharded unit between the optimizer step and the gather that follows) its `.data` is a NaN scalar of its own, expanded to the
+true shape: a stray read is loud and is never another block's weights. Shape, dtype and identity of the parameter never change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zplan.planner.layout import Piece
+from zplan.planner.placement import Placement
+from zplan.runtime.arena import Arena
+
+
+@dataclass(eq=False)
+class Slot:
+    """One buffer of the ring. `holder` is the unit whose values are in it, if any."""
+
+    buffer: Tensor  # 1D, compute dtype
+    holder: FlatUnit | None = None
+    free: torch.cuda.Event | None = None
+    """Last compute that used the slot; a gather waits for it."""
+
+
+class FlatUnit:
+    """Buffers and parameters of one unit. Owns memory; knows nothing of hooks or schedules."""
+
+    def __init__(self, placement: Placement, params: list[nn.Parameter], rank: int) -> None:
+        self.placement, self.layout = placement, placement.layout
+        self.name, self.rank = placement.unit.name, rank
+        self.params = params
+        self.shapes = [p.shape for p in placement.unit.params]
+        self.slot: Slot | None = None
+        self.flat: Tensor | None = None  # 1D, compute dtype, padded_numel; resident units only
+        self.master: Tensor | None = None  # 1D fp32, owned_numel; see [Note: masters] in planner/placement.py
+        self.exp_avg: Tensor | None = None  # 1D fp32, owned_numel
+        self.exp_avg_sq: Tensor | None = None  # 1D fp32, owned_numel
+        self.grad: Tensor | None = None  # 1D fp32, the shard or everything, while it lives
+        self.views: list[Tensor] = []
+        self.placeholders: list[Tensor] = []
+        self.whole = False
+        """A resident unit's flat buffer holds every rank's newest values."""
+        self.gathered: torch.cuda.Event | None = None
+        self.open = False
+        self.landed: set[int] = set()
+        """Indices of parameters whose gradient of this backward is there."""
+
+    # --- buffers -------------------------------------------------------------------------------------------------
+
+    @property
+    def buffer(self) -> Tensor:
+        """The flat buffer in the compute dtype: its own, or its ring slot's."""
+        if self.slot is not None:
+            return self.slot.buffer
+        assert self.flat is not None, f"unit {self.name} has neither slot nor flat buffer"
+        return self.flat
+
+    @property
+    def valid(self) -> bool:
+        """Whether the buffer holds this unit's newest values on this rank."""
+        return self.whole if self.slot is None else self.slot.holder is self
+
+    def own(self, full: Tensor, piece: Piece) -> Tensor:
+        """This rank's slice of one piece of a full-length flat tensor."""
+        start, end = self.layout.own(piece, self.rank)
+        return full[start:end]
+
+    def shard_of(self, owned: Tensor, piece: Piece) -> Tensor:
+        """The part of a shard-length flat tensor that belongs to one piece."""
+        return owned[piece.shard_offset : piece.shard_offset + piece.numel // self.layout.world_size]
+
+    def make_views(self, dtype: torch.dtype, arena: Arena, *, closes: bool) -> None:
+        """Build each parameter's view once, and its placeholder where the unit is ever closed."""
+        with torch.no_grad():
+            for entry, shape in zip(self.layout.entries, self.shapes, strict=True):
+                self.views.append(self.buffer.detach()[entry.offset : entry.end].view(shape))
+                if closes:
+                    nan = arena.take("params.placeholder", 1, dtype, fill=float("nan"))
+                    self.placeholders.append(nan.expand(shape) if shape else nan.view(()))
+
+    # --- the window in which parameters can be read ----------------------------------------------------------------
+
+    def show(self) -> None:
+        """Point every parameter at its values."""
+        if not self.open:
+            for p, view in zip(self.params, self.views, strict=True):
+                p.data = view
+            self.open = True
+
+    def hide(self) -> None:
+        """Point every parameter at its NaN placeholder. See [Note: placeholder]."""
+        if self.open and self.placeholders:
+            for p, nan in zip(self.params, self.placeholders, strict=True):
+                p.data = nan
+            self.open = False
+
+    # --- gradients -------------------------------------------------------------------------------------------------
+
+    def copy_grads(self, target: Tensor, start: int, end: int, *, add: bool) -> None:
+        """Write gradients into `target`, which stands for elements `[start, end)` of the flat buffer.
+
+        Missing gradients count as zero. Without `add`, stretches that no parameter fills are zeroed, so that a reused
+        buffer leaves nothing behind in the padding.
+        """
+        if not add:
+            for gap_start, gap_end in self.layout.gaps():
+                lo, hi = max(gap_start, start), min(gap_end, end)
+                if lo < hi:
+                    target[lo - start : hi - start].zero_()
+        for p, entry in zip(self.params, self.layout.entries, strict=True):
+            lo, hi = max(entry.offset, start), min(entry.end, end)
+            if lo >= hi:
+                continue
+            into = target[lo - start : hi - start]
+            if p.grad is None:
+                if not add:
+                    into.zero_()
+                continue
+            part = p.grad.reshape(-1)[lo - entry.offset : hi - entry.offset]
+            into.add_(part) if add else into.copy_(part)
+
+    def drop_grads(self) -> None:
+        """Free the gradients that autograd left on the parameters."""
+        for p in self.params:
+            p.grad = None
+        self.landed.clear()

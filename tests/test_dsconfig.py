@@ -1,0 +1,243 @@
+"""Configs in DeepSpeed's schema: what is honoured, what is refused by name, and the writer that leaves nothing out."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zplan.planner import dskeys
+from zplan.planner.batch import KEYS, solve_batch
+from zplan.planner.config import Choice
+from zplan.planner.dsconfig import TrainingConfig, from_choice, from_mapping, read_settings, to_mapping
+from zplan.planner.errors import ZplanError
+
+ONE = {"train_micro_batch_size_per_gpu": 1}
+
+
+def refusal(mapping, world_size=8):
+    with pytest.raises(ZplanError) as caught:
+        from_mapping(mapping, world_size=world_size, source="ds.json")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "accum", "expected"),
+    [
+        (64, 2, 4, (2, 4)),
+        (64, 2, None, (2, 4)),
+        (64, None, 4, (2, 4)),
+        (None, 2, 4, (2, 4)),
+        (64, None, None, (8, 1)),
+        (None, 3, None, (3, 1)),
+    ],
+    ids=["all", "train+micro", "train+accumulation", "micro+accumulation", "train", "micro"],
+)
+def test_batch_triple_follows_deepspeed(train, micro, accum, expected):
+    b = solve_batch(train=train, micro=micro, accumulation=accum, world_size=8, names=KEYS)
+    assert (b.micro, b.accumulation) == expected
+    assert b.train == b.micro * b.accumulation * 8
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "accum", "message", "hint"),
+    [
+        (100, None, None, "100 / 8 = 12.5 sequences a GPU", "use 96 or 104"),
+        (100, 3, None, "100 / 8 = 12.5", "use 96 or 120"),
+        (40, 2, None, "5 sequences a GPU", "use 32 or 48"),
+        (40, None, 3, "5 sequences a GPU", "use 24 or 48"),
+        (64, 3, 4, "is not 3 x 4 x 8 GPUs = 96", "use 96"),
+        (1, None, None, "does not split over 8 GPUs", "use 8"),
+        (None, None, 4, "neither", "train_micro_batch_size_per_gpu"),
+    ],
+)
+def test_bad_batches_name_the_nearest_valid_ones(train, micro, accum, message, hint):
+    with pytest.raises(ZplanError) as caught:
+        solve_batch(train=train, micro=micro, accumulation=accum, world_size=8, names=KEYS)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 512))
+def test_any_two_of_the_triple_give_the_third(micro, accum, world):
+    train = micro * accum * world
+    for given_ in ({"train": train, "micro": micro}, {"train": train, "accumulation": accum}):
+        args = {"train": None, "micro": None, "accumulation": None, **given_}
+        b = solve_batch(**args, world_size=world, names=KEYS)
+        assert (b.micro, b.accumulation, b.train) == (micro, accum, train)
+
+
+def test_a_whole_config_is_read():
+    c = from_mapping(
+        {
+            "train_batch_size": 128,
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": 4,
+            "bf16": {"enabled": True},
+            "fp16": {"enabled": False},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.01},
+            },
+            "gradient_clipping": 0.5,
+            "steps_per_print": 20,
+            "zero_optimization": {
+                "stage": 2,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "reduce_bucket_size": 5e8,
+                "offload_optimizer": {"device": "none"},
+            },
+            "zplan": {"ring_slots": 3, "checkpointing": "full", "seq": 512},
+        },
+        world_size=4,
+    )
+    assert (c.train_batch_size, c.micro_batch, c.accumulation) == (128, 8, 4)
+    assert (c.precision, c.stage, c.piece_numel) == ("bf16", 2, 500_000_000)
+    assert (c.lr, c.betas, c.eps, c.weight_decay, c.clip) == (2e-5, (0.9, 0.95), 1e-6, 0.01, 0.5)
+    assert (c.steps_per_print, c.ring_slots, c.checkpointing, c.seq) == (20, 3, "full", 512)
+    assert c.notes == ()
+    assert {"stage", "lr", "seq"} <= c.given and "reduce_slots" not in c.given
+
+
+def test_what_is_left_out_has_deepspeeds_meaning():
+    c = from_mapping({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}}, world_size=1)
+    assert (c.precision, c.stage, c.clip) == ("fp32", 0, 1.0)
+    assert c.lr == 1e-3 and any("0.001" in n for n in c.notes)
+    # Nothing is said about precision or stage, so a planner may still choose them.
+    assert {"precision", "stage"}.isdisjoint(read_settings(ONE)[0])
+    assert read_settings({"fp16": {"enabled": False}})[0]["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message", "hint"),
+    [
+        ({"micro_batch_size": 8}, "unknown key `micro_batch_size`", "`train_micro_batch_size_per_gpu`"),
+        ({"gradient_cliping": 1}, "unknown key `gradient_cliping` in `ds.json`", "`gradient_clipping`"),
+        (
+            {"zero_optimization": {"stage3_param_persitence_threshold": 1}},
+            "unknown key `stage3_param_persitence_threshold` in `zero_optimization` of `ds.json`",
+            "`stage3_param_persistence_threshold`",
+        ),
+        ({"zero_optimization": {"stage": 4}}, "`stage` of `zero_optimization` of `ds.json` is 4", "0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "2"}}, 'is the string "2"', "whole number"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "is the number 0", "at least 1"),
+        ({"zero_optimization": True}, "is true", "an object"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "`offload_optimizer`", '"none"'),
+        ({"zero_optimization": {"contiguous_gradients": False}}, "not built yet", "use true"),
+        ({"zero_optimization": {"overlap_comm": "true"}}, 'is the string "true"', "without quotes"),
+        ({"fp16": {"enabled": True}}, "`fp16` of `ds.json` asks for something that is not built yet", "bf16"),
+        ({"fp16": {"enabled": "auto"}}, "`fp16`", "bf16"),
+        ({"bf16": {"enabled": "true"}}, 'the string "true"', "without quotes"),
+        ({"bf16": {"enabled": "auto"}}, 'is "auto"', "true or false"),
+        ({"gradient_clipping": "auto"}, 'is "auto"', "write a number"),
+        ({"gradient_clipping": -1}, "is the number -1", "at least 0"),
+        ({"train_batch_size": True}, "`train_batch_size` of `ds.json` is true", "whole number"),
+        ({"train_batch_size": 1.5}, "1.5", "whole number"),
+        ({"train_batch_size": -8}, "-8", "at least 1"),
+        ({"scheduler": {"type": "WarmupLR"}}, "`scheduler`", "constant"),
+        ({"wall_clock_breakdown": True}, "`wall_clock_breakdown`", "leave it out"),
+        (
+            {"activation_checkpointing": {"partition_activations": True}},
+            "`activation_checkpointing`",
+            "--checkpointing",
+        ),
+        ({"communication_data_type": "bf16"}, "`communication_data_type`", "fp32"),
+        ({"optimizer": {"type": "Lion"}}, "optimizer `Lion` is not built yet", "AdamW"),
+        ({"optimizer": {"type": "AdmW"}}, "unknown optimizer `AdmW`", "`adamw`"),
+        ({"optimizer": {"params": {}}}, "has no `type`", "AdamW"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "clips nothing", "gradient_clipping"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "`adam_w_mode`", "decoupled"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "`betas`", "two numbers"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "`betas`", "below 1"),
+        ({"zplan": {"ring_slots": 1}}, "`ring_slots`", "at least 2"),
+        ({"zplan": {"checkpointing": "ful"}}, "`checkpointing`", "`full`"),
+    ],
+)
+def test_refusals(mapping, message, hint):
+    e = refusal({**ONE, **mapping} if "train_batch_size" not in mapping else mapping)
+    assert message in e.message
+    assert hint in e.hint
+
+
+def test_no_batch_size_is_refused_like_deepspeed_does():
+    assert "neither `train_batch_size` nor" in refusal({"gradient_clipping": 1.0}).message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_must_be_finite(value):
+    assert "number" in refusal({**ONE, "gradient_clipping": value}).hint
+
+
+@pytest.mark.parametrize("key", sorted(dskeys.ZERO_INERT))
+def test_inert_keys_are_accepted_with_a_note(key):
+    c = from_mapping({**ONE, "zero_optimization": {key: 7}}, world_size=2)
+    assert len(c.notes) == 1 and f"`{key}`" in c.notes[0] and "changes nothing" in c.notes[0]
+    assert 'is "auto"' in refusal({**ONE, "zero_optimization": {key: "auto"}}).message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("amp", {"enabled": False}),
+        ("fp16", {}),
+        ("scheduler", None),
+        ("data_types", {"grad_accum_dtype": "fp32"}),
+        ("gradient_predivide_factor", 1.0),
+        ("wall_clock_breakdown", False),
+        ("activation_checkpointing", {"partition_activations": False, "number_checkpoints": None}),
+        ("zero_allow_untested_optimizer", True),
+    ],
+)
+def test_neutral_values_are_accepted(key, value):
+    assert from_mapping({**ONE, key: value}, world_size=2).notes == ()
+
+
+configs = st.builds(
+    TrainingConfig,
+    micro_batch=st.integers(1, 32),
+    accumulation=st.integers(1, 32),
+    world_size=st.integers(1, 64),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    stage=st.integers(0, 3),
+    piece_numel=st.integers(1, 10**9),
+    lr=st.floats(0, 1, allow_nan=False),
+    betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
+    eps=st.floats(0, 1),
+    weight_decay=st.floats(0, 10),
+    clip=st.floats(0, 100),
+    steps_per_print=st.integers(1, 1000),
+)
+
+
+@given(configs, st.integers(1, 10**9))
+def test_writing_then_reading_gives_the_config_back(config, block):
+    text = json.dumps(to_mapping(config, largest_block_numel=block))
+    back = from_mapping(json.loads(text), world_size=config.world_size)
+    for name in ("micro_batch", "accumulation", "precision", "stage", "piece_numel", "lr", "betas", "eps"):
+        assert getattr(back, name) == getattr(config, name)
+    assert (back.weight_decay, back.clip, back.steps_per_print) == (
+        config.weight_decay,
+        config.clip,
+        config.steps_per_print,
+    )
+    assert back.train_batch_size == config.train_batch_size
+
+
+def test_the_writer_leaves_nothing_to_a_default():
+    c = from_choice(Choice(stage=3, world_size=8, checkpointing="full", ring_slots=2), {"lr": 3e-4})
+    m = to_mapping(c, largest_block_numel=1000)
+    assert m["train_batch_size"] == 8
+    assert m["optimizer"]["params"] == {
+        "lr": 3e-4,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "adam_w_mode": True,
+    }
+    zero = m["zero_optimization"]
+    assert zero["stage3_max_live_parameters"] == 2000 and zero["stage3_prefetch_bucket_size"] == 1000
+    assert zero["reduce_bucket_size"] == 32 * 2**20
+    assert "zplan" not in m
+    # Every key of DeepSpeed's zero block that we honour or watch is there, so no release's default can move the run.
+    assert {"stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "offload_param"} <= set(zero)
