@@ -18,6 +18,9 @@ from zplan.planner.errors import ZplanError
 
 STATE_BYTES = 256
 
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""How gloo and NCCL say that another rank has gone."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -33,6 +36,8 @@ class Failure:
         The traceback; empty for a `ZplanError`, which needs none.
     report
         Further lines to show, such as the ledger of the phase in which memory ran out.
+    lost_peer
+        Whether it only says that another rank has gone.
     """
 
     rank: int
@@ -42,6 +47,7 @@ class Failure:
     hint: str | None = None
     trace: str = ""
     report: str = ""
+    lost_peer: bool = False
 
 
 class Board:
@@ -70,7 +76,8 @@ class Board:
         else:
             line = traceback.format_exception_only(error)[-1].strip()
             trace = "".join(traceback.format_exception(error))
-            failure = Failure(self.rank, time.monotonic(), where, line, trace=trace, report=report)
+            lost = isinstance(error, RuntimeError) and any(x in line for x in LOST_PEER)
+            failure = Failure(self.rank, time.monotonic(), where, line, trace=trace, report=report, lost_peer=lost)
         partial = self.folder / f"rank{self.rank}.part"
         partial.write_text(json.dumps(asdict(failure)))
         os.replace(partial, self.folder / f"rank{self.rank}.failed")

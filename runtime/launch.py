@@ -1,8 +1,8 @@
 """Start one process per rank with torchrun on this machine, and say in one sentence how it ended.
 
 [Note: one agent] torchrun's agent runs in this very process, so that its report of dead ranks is a value to decode and
-not text to parse. Ranks are its children in sessions of their own: it ends all of them when one dies or when this process
-is interrupted, and each rank ends itself when this process is gone.
+not text to parse. Ranks are its children in sessions of their own: it ends all of them when one dies or when this
+process is interrupted, and each rank ends itself when this process is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.board import Failure, describe, read_failures, read_where
+from zplan.runtime.board import Failure, read_failures, read_where
 
 LAUNCHER = "ZPLAN_LAUNCHER_PID"
 
@@ -108,32 +108,29 @@ def _handlers() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
     """The agent's own log lines repeat what `first_cause` says better."""
-    logger = logging.getLogger("torch.distributed")
-    handler, before = logging.NullHandler(), logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
+        logging.disable(before)
 
 
 def first_cause(folder: Path, codes: dict[int, int]) -> ZplanError:
-    """The failure that the others follow from, as one sentence; prints its report and traceback to stderr.
+    """The failure that the others follow from, as one sentence; prints its traceback and report to stderr.
 
-    A rank that was killed wrote nothing down. It goes first when nobody did, or when it is not among those that the
-    agent ended by SIGTERM afterwards.
+    A killed rank writes nothing down, and its peers then write that they lost it; ranks that the agent ended
+    afterwards have SIGTERM as their code.
     """
-    killed = {rank: code for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
     written = read_failures(folder)
-    if killed and not any(f.rank in killed for f in written):
-        rank = min(killed)
-        return ZplanError(f"rank {rank} was ended by {_signal(killed[rank])} {read_where(folder, rank)}", _way_out(killed[rank]))
-    if not written:
-        rank = min(codes)
-        how = f"was ended by {_signal(codes[rank])}" if codes[rank] < 0 else f"ended with exit code {codes[rank]}"
-        return ZplanError(f"rank {rank} {how} {read_where(folder, rank)}")
+    silent = {rank: code for rank, code in sorted(codes.items()) if rank not in {f.rank for f in written}}
+    killed = [rank for rank, code in silent.items() if code != -signal.SIGTERM]
+    first_hand = [f for f in written if not f.lost_peer]
+    if first_hand:
+        return _as_error(first_hand[0])
+    if killed or silent:
+        rank = killed[0] if killed else min(silent)
+        return ZplanError(f"rank {rank} {_ending(silent[rank])} {read_where(folder, rank)}", _way_out(silent[rank]))
     return _as_error(written[0])
 
 
@@ -146,13 +143,13 @@ def _as_error(failure: Failure) -> ZplanError:
     return ZplanError(f"rank {failure.rank} failed {failure.where}: {failure.message}", failure.hint)
 
 
-def _signal(code: int) -> str:
-    return signal.Signals(-code).name
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _way_out(code: int) -> str | None:
     if code == -signal.SIGKILL:
-        return "nobody but the system's out-of-memory killer usually sends it: look at `dmesg`, and plan for less host memory"
+        return "that is usually the system running out of host memory: see `dmesg`, and plan for fewer ranks or less"
     return None
 
 
