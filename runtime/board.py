@@ -68,6 +68,12 @@ class Board:
         text = f"{self.step}\n{phase}\n".encode()[:STATE_BYTES]
         self._state[: len(text)] = text
 
+    def follow(self, phase: str) -> None:
+        """Listener for an engine's phases: `idle` closes a step."""
+        if phase == "idle" or not self.step:
+            self.step += 1
+        self.enter(phase)
+
     def fail(self, error: BaseException, *, report: str = "") -> None:
         """Write down what ends this rank. The file appears complete or not at all."""
         where = describe(self.step, self.phase)
