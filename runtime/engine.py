@@ -314,6 +314,11 @@ def _loader(dataset: Any, engine: Engine, seed: int) -> Any:
     return DataLoader(dataset, batch_size=engine.choice.micro_batch, sampler=sampler, drop_last=True)
 
 
+def engines() -> tuple[Engine, ...]:
+    """Engines of this process that are open, oldest first."""
+    return tuple(_ENGINES)
+
+
 def watch_phases(listener: Callable[[str], None]) -> None:
     """Make `listener` the `on_phase` of every engine that is made from now on in this process."""
     _LISTENERS.append(listener)

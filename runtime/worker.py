@@ -31,7 +31,7 @@ def main() -> None:
     except BaseException as error:
         from zplan.runtime.oom import explain
 
-        board.fail(error, report=explain(error, board.phase))
+        board.fail(error, report=explain(error, job.plan, board.phase))
         _leave(1)
 
 

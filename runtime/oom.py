@@ -1,0 +1,63 @@
+"""When memory runs out: the ledger of the phase that it happened in, beside what is really held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from zplan.planner.ledger import Ledger
+
+CPU_MESSAGE = "can't allocate memory"
+"""What torch's CPU allocator says in a plain RuntimeError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    refused = isinstance(error, RuntimeError) and CPU_MESSAGE in str(error)
+    return refused or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def rows(ledger: Ledger, phase: str, held: dict[str, int]) -> list[tuple[str, str, str]]:
+    """`(line, predicted bytes, held bytes)` of one phase; held is known for what the runtime itself allocates.
+
+    Lines that are held but not predicted in this phase come last: they are what went wrong, if anything did.
+    """
+    live = {line.id: line.nbytes * count for line, count in ledger.live(phase)}
+    out = [(name, f"{nbytes:,}", f"{held[name]:,}" if name in held else "-") for name, nbytes in live.items()]
+    return out + [(name, "0", f"{nbytes:,}") for name, nbytes in held.items() if name not in live]
+
+
+def table(title: str, found: Iterable[tuple[str, str, str]]) -> str:
+    """Three columns, numbers to the right."""
+    lines = [(title, "predicted B", "held B"), *found]
+    wide = [max(len(row[i]) for row in lines) for i in range(3)]
+    return "\n".join(f"  {a:<{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}" for a, b, c in lines)
+
+
+def explain(error: BaseException, plan: Path, phase: str) -> str:
+    """The lines of `phase` for an out-of-memory error of this process; empty for any other error."""
+    if not is_out_of_memory(error):
+        return ""
+    from zplan.runtime.engine import engines
+    from zplan.runtime.train import ledger_of
+
+    if not engines():
+        return "memory ran out before the engine was there: no line of the plan was allocated yet"
+    engine = engines()[-1]
+    ledger = ledger_of(plan, engine)
+    at = phase if phase in ledger.phases else "idle"
+    predicted = ledger.per_phase()[ledger.phases.index(at)]
+    return "\n".join(
+        [
+            f"out of memory on rank {engine.rank} in phase `{phase}`; the plan's lines there:",
+            table("line", rows(ledger, at, engine.arena.held())),
+            f"  all lines of this phase: {predicted:,} B predicted; {_device_total(engine.device)}",
+        ]
+    )
+
+
+def _device_total(device: object) -> str:
+    from zplan.runtime.progress import memory_now
+
+    return memory_now(device)  # type: ignore[arg-type]
