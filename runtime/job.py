@@ -24,8 +24,8 @@ class Job:
         Path of the plan that ranks follow.
     steps
         Optimizer steps.
-    measured_from
-        First step, counted from 1, that is measured; 0 for none.
+    measured_steps
+        Steps, from the first, during which bytes are followed; the last of them is compared. 0 for none.
     print_every
         Steps between two progress lines.
     world
@@ -42,7 +42,7 @@ class Job:
     corpus: Corpus | None = None
     steps: int = 0
     seed: int = 0
-    measured_from: int = 0
+    measured_steps: int = 0
     print_every: int = 1
     world: int | None = None
     cap_bytes: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from zplan.planner.ledger import Ledger
@@ -28,36 +27,28 @@ def rows(ledger: Ledger, phase: str, held: dict[str, int]) -> list[tuple[str, st
     return out + [(name, "0", f"{nbytes:,}") for name, nbytes in held.items() if name not in live]
 
 
-def table(title: str, found: Iterable[tuple[str, str, str]]) -> str:
-    """Three columns, numbers to the right."""
-    lines = [(title, "predicted B", "held B"), *found]
-    wide = [max(len(row[i]) for row in lines) for i in range(3)]
-    return "\n".join(f"  {a:<{wide[0]}}  {b:>{wide[1]}}  {c:>{wide[2]}}" for a, b, c in lines)
-
-
 def explain(error: BaseException, plan: Path, phase: str) -> str:
     """The lines of `phase` for an out-of-memory error of this process; empty for any other error."""
     if not is_out_of_memory(error):
         return ""
+    from tabulate import tabulate
+
+    from zplan.planner.plan_file import load_plan
+    from zplan.planner.predict import predict
     from zplan.runtime.engine import engines
-    from zplan.runtime.train import ledger_of
+    from zplan.runtime.progress import memory_now
 
     if not engines():
         return "memory ran out before the engine was there: no line of the plan was allocated yet"
     engine = engines()[-1]
-    ledger = ledger_of(plan, engine)
+    ledger = predict(load_plan(plan).spec, engine.choice)
     at = phase if phase in ledger.phases else "idle"
     predicted = ledger.per_phase()[ledger.phases.index(at)]
-    return "\n".join(
-        [
-            f"out of memory on rank {engine.rank} in phase `{phase}`; the plan's lines there:",
-            table("line", rows(ledger, at, engine.arena.held())),
-            f"  all lines of this phase: {predicted:,} B predicted; {_device_total(engine.device)}",
-        ]
+    found = tabulate(
+        rows(ledger, at, engine.arena.held()),
+        headers=(f"phase `{at}`, rank {engine.rank}", "predicted B", "held B"),
+        colalign=("left", "right", "right"),
+        disable_numparse=True,
     )
-
-
-def _device_total(device: object) -> str:
-    from zplan.runtime.progress import memory_now
-
-    return memory_now(device)  # type: ignore[arg-type]
+    total = f"all lines of this phase: {predicted:,} B predicted; this rank now: {memory_now(engine.device)}"
+    return f"out of memory; the plan's lines in the phase it happened in:\n\n{found}\n\n{total}"

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zplan.planner.errors import ZplanError
+
+if TYPE_CHECKING:
+    import torch
+
+    from zplan.planner.ledger import Ledger
 
 GIB = 2**30
 
@@ -91,22 +97,34 @@ def check_host_memory(world_size: int, peak_bytes: int, *, available: int, base:
         )
 
 
-def check_device_memory(peak_bytes: int, context_bytes: int, device: int) -> None:
-    """Called by a rank with its GPU set and nothing on it but the CUDA context: the plan's peak must fit in what is free.
+OUTSIDE = ("overhead.driver", "overhead.context", "overhead.kernels", "overhead.nccl")
+"""Lines that lie beside the caching allocator."""
 
-    Parameters
-    ----------
-    peak_bytes
-        Ledger's peak of one rank, overheads included.
-    context_bytes
-        The part of it that the context, already there, accounts for.
-    """
+ALREADY = ("overhead.driver", "overhead.context")
+"""Lines that are there once a context is."""
+
+
+def check_device_memory(ledger: Ledger, device: torch.device) -> None:
+    """Called by a rank that has nothing on its GPU yet but the CUDA context: the plan's peak must fit in what is free."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
-    need = peak_bytes - context_bytes
+    need = ledger.peak_bytes() - sum(x.total_bytes for x in ledger.lines if x.id in ALREADY)
     if need > free:
         raise ZplanError(
-            f"GPU {device} has {gib(free)} of {gib(total)} free and the plan's peak needs {gib(need)}",
+            f"GPU {device.index} has {gib(free)} of {gib(total)} free and the plan's peak needs {gib(need)}",
             "end what else runs on that GPU (see nvidia-smi), or plan with a smaller --mem",
         )
+
+
+def limit_device_memory(cap_bytes: int, ledger: Ledger, device: torch.device) -> None:
+    """Give the allocator what a card of `cap_bytes` would leave it: the card less the ledger's overheads beside it."""
+    import torch
+
+    outside = sum(x.total_bytes for x in ledger.lines if x.kind == "overhead" and x.id.startswith(OUTSIDE))
+    total = torch.cuda.get_device_properties(device).total_memory
+    if not outside < cap_bytes <= total:
+        raise ZplanError(
+            f"--cap {gib(cap_bytes)} is not between the {gib(outside)} that context and NCCL take and this card's {gib(total)}"
+        )
+    torch.cuda.set_per_process_memory_fraction((cap_bytes - outside) / total, device)

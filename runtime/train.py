@@ -1,48 +1,65 @@
-"""The training loop of `zplan run`: the reference decoder under a plan, on token batches."""
+"""The training loop of `zplan run`: the reference decoder under a plan, on token batches, the first steps measured."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from zplan.planner.ledger import Ledger
 from zplan.planner.plan_file import Plan, load_plan
+from zplan.planner.predict import predict
 from zplan.runtime.board import Board
 from zplan.runtime.data import Batches
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.engine import Engine, initialize, meta_init
 from zplan.runtime.job import Job
+from zplan.runtime.mesh import own_device
+from zplan.runtime.outcome import write_measured
+from zplan.runtime.preflight import check_device_memory, limit_device_memory
 from zplan.runtime.progress import Progress, StepRecord, memory_now
+from zplan.runtime.verify import Meter
 
 
 def train(job: Job, board: Board) -> None:
-    """Train for `job.steps` steps; rank 0 prints progress and leaves the records in the job's folder."""
+    """Train for `job.steps` steps. Rank 0 prints progress and leaves the records; every rank leaves its comparison."""
     plan = load_plan(job.plan)
+    if job.world is not None:
+        plan = replace(plan, training=replace(plan.training, world_size=job.world))
+    device = own_device()
+    if device.type == "cuda":
+        check_device_memory(plan.ledger, device)
+        if job.cap_bytes is not None:
+            limit_device_memory(job.cap_bytes, plan.ledger, device)
     board.enter("initialization")
-    engine = build(plan, job)
+    meter = Meter(device) if job.measured_steps else nullcontext()
+    with meter:
+        engine = build(plan, job)
+        if isinstance(meter, Meter):
+            meter.attach(engine)
+        run = Run(engine, plan, job, board)
+        for step in range(1, job.measured_steps + 1):
+            run.step(step)
+        if isinstance(meter, Meter):
+            write_measured(job.folder, board.rank, str(device), meter.compare(ledger_of(plan, engine)))
     engine.on_phase = board.follow
-    assert job.corpus is not None
-    t = engine.choice
-    batches = Batches(
-        job.corpus, plan.seq, t.micro_batch, t.accumulation, t.world_size, engine.rank, seed=job.seed
-    )
-    progress = Progress(job.steps, job.print_every) if engine.rank == 0 else None
-    for step in range(1, job.steps + 1):
-        record = one_step(engine, batches, step)
-        if progress is not None:
-            progress.add(record)
+    for step in range(job.measured_steps + 1, job.steps + 1):
+        run.step(step)
     board.enter("end")
-    if progress is not None:
-        progress.write(job.results)
+    if board.rank == 0:
+        run.progress.write(job.results)
     engine.close()
 
 
 def build(plan: Plan, job: Job) -> Engine:
     """An engine around the plan's model, born on the meta device and filled shard by shard."""
+    arch = plan.spec.arch
+    assert arch is not None, f"{plan.spec.name} has no shape"
     with meta_init():
-        model = Decoder(plan.arch, checkpointing=plan.training.checkpointing, attention=plan.training.attention)
+        model = Decoder(arch, checkpointing=plan.training.checkpointing, attention=plan.training.attention)
     engine, *_ = initialize(
         model=model,
         config=plan,
@@ -53,28 +70,56 @@ def build(plan: Plan, job: Job) -> Engine:
     return engine
 
 
-def one_step(engine: Engine, batches: Batches, step: int) -> StepRecord:
-    """All micro-steps of one optimizer step, and the step."""
-    start = time.perf_counter()
-    if engine.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(engine.device)
-    loss = 0.0
-    for micro_step in range(batches.accumulation):
-        loss += micro(engine, batches, step - 1, micro_step)
-    engine.step()
-    norm = float(engine.grad_norm)  # waits for the device, so the clock below covers the whole step
-    loss = mean_over_ranks(engine, f"loss/{step}", loss / batches.accumulation)
-    seconds = time.perf_counter() - start
-    tokens = engine.choice.global_batch * batches.seq
-    return StepRecord(step, loss, norm, seconds, tokens, memory_now(engine.device))
+def ledger_of(plan: Plan, engine: Engine) -> Ledger:
+    """What the plan's model must hold under this engine's choice, on this engine's device; without overheads."""
+    return predict(plan.spec, engine.choice)
 
 
-def micro(engine: Engine, batches: Batches, step: int, micro_step: int) -> float:
-    """Forward and backward of one micro-batch; nothing of it is left alive on return."""
-    ids, labels = (x.to(engine.device) for x in batches.batch(step, micro_step))
-    loss = engine(ids, labels)
-    engine.backward(loss)
-    return float(loss.detach())
+class Run:
+    """The steps of one training."""
+
+    def __init__(self, engine: Engine, plan: Plan, job: Job, board: Board) -> None:
+        assert job.corpus is not None
+        c = engine.choice
+        self.engine, self.board = engine, board
+        self.batches = Batches(
+            job.corpus, plan.choice.seq, c.micro_batch, c.accumulation, c.world_size, engine.rank, seed=job.seed
+        )
+        self.progress = Progress(job.steps, job.print_every)
+        listener = engine.on_phase
+        if listener is not None:  # a meter's: it and the board both follow
+
+            def both(phase: str) -> None:
+                board.follow(phase)
+                listener(phase)
+
+            engine.on_phase = both
+        else:
+            engine.on_phase = board.follow
+
+    def step(self, step: int) -> None:
+        """All micro-steps of one optimizer step, and the step; prints on rank 0."""
+        engine, accumulation = self.engine, self.batches.accumulation
+        start = time.perf_counter()
+        if engine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(engine.device)
+        total = 0.0
+        for micro_step in range(accumulation):
+            ids, labels = (x.to(engine.device) for x in self.batches.batch(step - 1, micro_step))
+            loss = engine(ids, labels)
+            engine.backward(loss)
+            total += float(loss.detach())
+            # The ledger has batch and loss alive until the step that follows the last micro-step.
+            if micro_step < accumulation - 1:
+                del ids, labels, loss
+        engine.step()
+        del ids, labels, loss
+        norm = float(engine.grad_norm)  # waits for the device, so the clock below covers the whole step
+        mean = mean_over_ranks(engine, f"loss/{step}", total / accumulation)
+        seconds = time.perf_counter() - start
+        if engine.rank == 0:
+            tokens = engine.choice.global_batch * self.batches.seq
+            self.progress.add(StepRecord(step, mean, norm, seconds, tokens, memory_now(engine.device)))
 
 
 def mean_over_ranks(engine: Engine, key: str, value: float) -> float:

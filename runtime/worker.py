@@ -29,10 +29,18 @@ def main() -> None:
             board.fail(ZplanError(f"`{job.script}` left with {leaving.code!r} on rank {board.rank}"))
             _leave(1)
     except BaseException as error:
-        from zplan.runtime.oom import explain
-
-        board.fail(error, report=explain(error, job.plan, board.phase))
+        board.fail(error, report=report_on(error, job, board.phase))
         _leave(1)
+
+
+def report_on(error: BaseException, job: Job, phase: str) -> str:
+    """What there is to say beside the traceback; never in the way of it."""
+    from zplan.runtime.oom import explain
+
+    try:
+        return explain(error, job.plan, phase)
+    except Exception as second:
+        return f"(the ledger of this phase could not be shown: {second})"
 
 
 def run_script(job: Job, board: Board) -> None:
