@@ -43,14 +43,12 @@ def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) 
 
 
 def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """fp32 slots of the largest piece, from the first reduce of a backward to its end."""
+    """One fp32 slot of the largest piece, from the first reduce of a backward to its end."""
     if not uses_reduce_slots(choice) or not placements:
         return []
     numel = max(p.layout.max_piece_numel for p in placements)
-    total = sum(len(p.layout.pieces) for p in placements)
     span = (time.at(f"reduce.{placements[-1].unit.name}"), time.last_backward)
-    slots = min(choice.reduce_slots, total)
-    return [Line("grads.slot", numel * REDUCE_ITEMSIZE, (span,) * slots, "buffers")]
+    return [Line("grads.slot", numel * REDUCE_ITEMSIZE, (span,), "buffers")]
 
 
 def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:

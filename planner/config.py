@@ -40,8 +40,6 @@ class Choice:
     """Stage 3: gathered blocks held at once."""
     piece_numel: int = 32 * 2**20
     """Elements; cap of one reduce (`reduce_bucket_size`): 128 MiB in fp32."""
-    reduce_slots: int = 2
-    """Reduces in flight."""
     device: Device = "cuda"
     """Whose op table the activations follow."""
 

@@ -56,8 +56,6 @@ class TrainingConfig:
     """Optimizer steps between progress lines."""
     ring_slots: int = 2
     """Stage 3: gathered blocks held at once."""
-    reduce_slots: int = 2
-    """Reduces in flight."""
     checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
     seq: int | None = None
@@ -73,7 +71,7 @@ class TrainingConfig:
         return self.micro_batch * self.accumulation * self.world_size
 
 
-_EXTRA_INTS = ("ring_slots", "reduce_slots", "seq")
+_EXTRA_INTS = ("ring_slots", "seq")
 EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 

@@ -218,7 +218,6 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         checkpointing=training.checkpointing,
         attention=training.attention,
         ring_slots=training.ring_slots,
-        reduce_slots=training.reduce_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
     )
@@ -274,19 +273,19 @@ def initialize(
 
 
 def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingConfig:
-    from zplan.planner.plan_file import Plan, load_config
-
     if config is None:
         config = os.environ.get("ZPLAN_PLAN")
         if config is None:
             raise ZplanError("`initialize` needs a config", "pass `config=`: a plan, a path, or a mapping")
+    if isinstance(config, Mapping):
+        return from_mapping(config, world_size=mesh.world_size)
+    from zplan.planner.plan_file import Plan, load_config
+
     if isinstance(config, (str, Path)):
         config = load_config(Path(config))
     if isinstance(config, Plan):
         _check_plan(config, model, mesh)
         return config.training
-    if isinstance(config, Mapping):
-        return from_mapping(dict(config), world_size=mesh.world_size)
     raise ZplanError(f"`config` is a {type(config).__name__}", "pass a plan, a path, or a mapping")
 
 

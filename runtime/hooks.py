@@ -166,6 +166,7 @@ class Hooks:
         self._join_task()
         unit.landed.add(index)
         if len(unit.landed) == len(unit.params):
+            self.reducer.retire()
             self.phase(f"reduce.{unit.name}")
             self.gatherer.release(unit, spent=self._retaken(unit.name, later=False))
             self.reducer.land(unit)

@@ -15,7 +15,7 @@ from torch import Tensor
 from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.placement import shards_states
-from zplan.planner.states import NUM_SCALARS, num_slices
+from zplan.planner.states import NUM_SCALARS, norm_chunk, num_norms
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.unit import FlatUnit
@@ -42,7 +42,7 @@ class ShardedAdamW:
         self.scalars = arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0)
         self.applied, self.norm, self.coefficient, self.scale, self.skip, self.scratch = self.scalars.unbind()
         self.norms = arena.take(
-            "optim.norms", num_slices([u.placement for u in units], choice), torch.float32, fill=0.0
+            "optim.norms", num_norms([u.placement for u in units], choice), torch.float32, fill=0.0
         )
 
     @torch.no_grad()
@@ -76,8 +76,9 @@ class ShardedAdamW:
     def _measure(self, grads: list[Tensor], collectives: Collectives) -> None:
         """Global norm, clip coefficient, the factor that gradients are divided by, and the skip flag. See [Note: averaging]."""
         mean = 1.0 / (self.choice.world_size * self.choice.accumulation)
-        for out, grad in zip(self.norms.unbind(), grads, strict=True):
-            torch.linalg.vector_norm(grad, out=out)
+        parts = [part for grad in grads for part in grad.split(norm_chunk(self.choice, grad.numel()))]
+        for out, part in zip(self.norms.unbind(), parts, strict=True):
+            torch.linalg.vector_norm(part, out=out)
         torch.linalg.vector_norm(self.norms, out=self.norm)
         if shards_states(self.choice):
             self.norm.square_()

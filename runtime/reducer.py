@@ -1,8 +1,12 @@
 """Takes a unit's gradients as they land, sums them over ranks and keeps what this rank needs.
 
-[Note: late gradients] With accumulation 1 a unit's fp32 gradient exists only from its reduce to the step, while activations shrink.
-With more it persists, and the first micro-step overwrites what the last step left. Reduces are issued strictly in the
+[Note: late gradients] With accumulation 1 a unit's fp32 gradient exists only from its reduce to the step, while activations
+shrink. With more it persists, and the first micro-step overwrites what the last step left. Reduces are issued strictly in the
 order of the units (last unit first), whatever order gradients land in, so that ranks can't disagree.
+
+[Note: retained gradients] Copying into the slot and reducing both happen on the reduce stream, so compute never waits for a slot
+and one slot is enough. The compute-dtype gradients that the copies read are therefore held until the next unit's land,
+when compute waits for copies that are long done, and only then are they freed.
 """
 
 from __future__ import annotations
@@ -30,10 +34,9 @@ class Reducer:
         self.order = list(reversed(units))
         self.next = 0
         self.ready: set[FlatUnit] = set()
-        self.slots: list[Tensor] = []
-        self.slot_free: list[torch.cuda.Event | None] = []
-        self.turn = 0
-        self.num_slots = min(choice.reduce_slots, sum(len(u.layout.pieces) for u in units))
+        self.slot: Tensor | None = None
+        self.retained: list[Tensor | None] = []
+        self.copied: torch.cuda.Event | None = None
         self.slot_numel = max((u.layout.max_piece_numel for u in units), default=0)
         self.micro_step = 0
         if choice.accumulation > 1:
@@ -56,20 +59,23 @@ class Reducer:
             self._reduce(self.order[self.next])
             self.next += 1
 
+    def retire(self) -> None:
+        """Free the gradients of the unit that was reduced last. See [Note: retained gradients]."""
+        self.streams.wait(self.copied)
+        self.retained, self.copied = [], None
+
     @torch.no_grad()
     def finish(self) -> None:
-        """End of a backward: reduce what never landed, as zeros, and free the slots."""
+        """End of a backward: reduce what never landed, as zeros, and free slot and gradients."""
         while self.next < len(self.order):
             self._reduce(self.order[self.next])
             self.next += 1
-        for event in self.slot_free:
-            self.streams.wait(event)
-        self.slots, self.slot_free = [], []
-        if self.streams.reduce is not None:
-            with self.streams.on(self.streams.reduce):
-                done = self.streams.mark()
-            self.streams.wait(done)
-        self.next, self.turn = 0, 0
+        with self.streams.on(self.streams.reduce):
+            done = self.streams.mark()
+        self.streams.wait(done)
+        self.retire()
+        self.slot = None
+        self.next = 0
         self.ready.clear()
         self.micro_step += 1
 
@@ -83,70 +89,62 @@ class Reducer:
     def abandon(self) -> None:
         """Forget a backward that did not end."""
         for u in self.units:
-            u.drop_grads()
-        self.slots, self.slot_free, self.next, self.turn = [], [], 0, 0
+            u.release_grads()
+        with self.streams.on(self.streams.reduce):
+            done = self.streams.mark()
+        self.streams.wait(done)
+        self.retire()
+        self.slot, self.next = None, 0
         self.ready.clear()
         self.drop()
 
-    def _take_grad(self, unit: FlatUnit) -> None:
-        numel = unit.layout.padded_numel if self.full else unit.layout.shard_numel
-        line = "grads.full" if self.full else "grads.shard"
-        unit.grad = self.arena.take(f"{line}.{unit.placement.size_class}", numel, torch.float32)
+    def _take_grad(self, unit: FlatUnit) -> Tensor:
+        if unit.grad is None:
+            numel = unit.layout.padded_numel if self.full else unit.layout.shard_numel
+            line = "grads.full" if self.full else "grads.shard"
+            unit.grad = self.arena.take(f"{line}.{unit.placement.size_class}", numel, torch.float32)
+        return unit.grad
 
     def _reduce(self, unit: FlatUnit) -> None:
-        if self.slotted:
-            self._reduce_through_slots(unit)
-        else:
-            self._reduce_in_place(unit)
-        unit.drop_grads()
+        """Copy a unit's gradients and reduce them, on the reduce stream."""
+        self.retire()
+        grad = self._take_grad(unit)
+        if self.slotted and self.slot is None:
+            self.slot = self.arena.take("grads.slot", self.slot_numel, torch.float32)
+        landed = unit.release_grads()
+        here = self.streams.mark()
+        with self.streams.on(self.streams.reduce):
+            self.streams.wait(here)
+            if self.slot is not None:
+                self._reduce_through_slot(unit, landed, grad, self.slot)
+            else:
+                self._reduce_in_place(unit, landed, grad)
+        self.retained = landed
 
-    def _reduce_in_place(self, unit: FlatUnit) -> None:
+    def _reduce_in_place(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor) -> None:
         """Accumulate whole gradients; at the last micro-step sum them over ranks where there are any."""
-        if unit.grad is None:
-            self._take_grad(unit)
-        assert unit.grad is not None
-        unit.copy_grads(unit.grad, 0, unit.layout.padded_numel, add=not self.first_micro_step)
+        unit.copy_grads(landed, grad, 0, unit.layout.padded_numel, add=not self.first_micro_step)
+        self.copied = self.streams.mark()
         if self.choice.world_size == 1 or not self.last_micro_step:
             return
-        copied = self.streams.mark()
-        with self.streams.on(self.streams.reduce):
-            self.streams.wait(copied)
-            for piece in unit.layout.pieces:
-                part = unit.grad[piece.offset : piece.offset + piece.numel]
-                if self.choice.stage == 0:
-                    self.collectives.all_reduce(part, unit.name)
-                else:
-                    self.collectives.reduce_scatter(unit.own(unit.grad, piece), part, unit.name)
-
-    def _reduce_through_slots(self, unit: FlatUnit) -> None:
-        """Copy piece by piece into a slot and reduce-scatter it into the gradient shard."""
-        if not self.slots:
-            self.slots = [
-                self.arena.take("grads.slot", self.slot_numel, torch.float32) for _ in range(self.num_slots)
-            ]
-            self.slot_free = [None] * self.num_slots
-        if unit.grad is None:
-            self._take_grad(unit)
-        assert unit.grad is not None
         for piece in unit.layout.pieces:
-            turn = self.turn
-            self.turn = (turn + 1) % self.num_slots
-            self.streams.wait(self.slot_free[turn])
-            slot = self.slots[turn][: piece.numel]
-            unit.copy_grads(slot, piece.offset, piece.offset + piece.numel, add=False)
-            copied = self.streams.mark()
-            with self.streams.on(self.streams.reduce):
-                self.streams.wait(copied)
-                self._scatter(unit, piece.shard_offset, slot)
-                self.slot_free[turn] = self.streams.mark()
+            part = grad[piece.offset : piece.offset + piece.numel]
+            if self.choice.stage == 0:
+                self.collectives.all_reduce(part, unit.name)
+            else:
+                self.collectives.reduce_scatter(unit.own(grad, piece), part, unit.name)
 
-    def _scatter(self, unit: FlatUnit, shard_offset: int, slot: Tensor) -> None:
-        assert unit.grad is not None
-        per_rank = slot.numel() // self.choice.world_size
-        shard = unit.grad[shard_offset : shard_offset + per_rank]
-        if self.first_micro_step:
-            self.collectives.reduce_scatter(shard, slot, unit.name)
-            return
-        own = slot[unit.rank * per_rank : (unit.rank + 1) * per_rank]
-        self.collectives.reduce_scatter(own, slot, unit.name)
-        shard.add_(own)
+    def _reduce_through_slot(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor) -> None:
+        """Piece by piece: copy into the slot, reduce-scatter into the gradient shard."""
+        for piece in unit.layout.pieces:
+            part = slot[: piece.numel]
+            unit.copy_grads(landed, part, piece.offset, piece.offset + piece.numel, add=False)
+            self.copied = self.streams.mark()
+            shard = unit.shard_of(grad, piece)
+            if self.first_micro_step:
+                self.collectives.reduce_scatter(shard, part, unit.name)
+            else:
+                per_rank = piece.numel // self.choice.world_size
+                own = part[unit.rank * per_rank : (unit.rank + 1) * per_rank]
+                self.collectives.reduce_scatter(own, part, unit.name)
+                shard.add_(own)

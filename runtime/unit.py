@@ -101,8 +101,8 @@ class FlatUnit:
 
     # --- gradients -------------------------------------------------------------------------------------------------
 
-    def copy_grads(self, target: Tensor, start: int, end: int, *, add: bool) -> None:
-        """Write gradients into `target`, which stands for elements `[start, end)` of the flat buffer.
+    def copy_grads(self, grads: list[Tensor | None], target: Tensor, start: int, end: int, *, add: bool) -> None:
+        """Write gradients into `target` (fp32, 1D), which stands for elements `[start, end)` of the flat buffer.
 
         Missing gradients count as zero. Without `add`, stretches that no parameter fills are zeroed, so that a reused
         buffer leaves nothing behind in the padding.
@@ -112,20 +112,22 @@ class FlatUnit:
                 lo, hi = max(gap_start, start), min(gap_end, end)
                 if lo < hi:
                     target[lo - start : hi - start].zero_()
-        for p, entry in zip(self.params, self.layout.entries, strict=True):
+        for grad, entry in zip(grads, self.layout.entries, strict=True):
             lo, hi = max(entry.offset, start), min(entry.end, end)
             if lo >= hi:
                 continue
             into = target[lo - start : hi - start]
-            if p.grad is None:
+            if grad is None:
                 if not add:
                     into.zero_()
                 continue
-            part = p.grad.reshape(-1)[lo - entry.offset : hi - entry.offset]
+            part = grad.reshape(-1)[lo - entry.offset : hi - entry.offset]
             into.add_(part) if add else into.copy_(part)
 
-    def drop_grads(self) -> None:
-        """Free the gradients that autograd left on the parameters."""
+    def release_grads(self) -> list[Tensor | None]:
+        """Take the gradients that autograd left on the parameters off them."""
+        grads = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
         self.landed.clear()
+        return grads

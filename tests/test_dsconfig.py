@@ -97,7 +97,7 @@ def test_a_whole_config_is_read():
     assert (c.lr, c.betas, c.eps, c.weight_decay, c.clip) == (2e-5, (0.9, 0.95), 1e-6, 0.01, 0.5)
     assert (c.steps_per_print, c.ring_slots, c.checkpointing, c.seq) == (20, 3, "full", 512)
     assert c.notes == ()
-    assert {"stage", "lr", "seq"} <= c.given and "reduce_slots" not in c.given
+    assert {"stage", "lr", "seq"} <= c.given and "attention" not in c.given
 
 
 def test_what_is_left_out_has_deepspeeds_meaning():

@@ -1,0 +1,296 @@
+"""The activation lines: what one rank's forward and backward hold beside states and buffers, in every phase.
+
+The sum of these lines in a phase is the peak, over that phase, of all storages that are neither parameters nor runtime
+buffers: an independent observer of live storages sees the same number, to the byte (`tests/test_activations.py`).
+
+How the lines come about: a step of a model with at most three blocks (a first, a middle and a last one) runs on a tape.
+What is alive at a phase's end in forward, or at its start in backward, becomes a line with its true lifetime; the rest
+of the phase's peak is the phase's working line. Middle blocks are all alike, so the lines of one stand for all.
+
+Ids: `data.*` the batch; `act.<unit>.saved` what lives from a unit's forward to its backward (`.tail`: past its last
+parameter gradient); `act.<unit>.output` what a later unit uses; `act.<unit>.grad` the gradient that a unit hands on
+(`.partial`: unfinished at its last parameter gradient); `act.<unit>.forward`, `.backward`, `.reduce` the working lines,
+with the growing parameter gradients; `act.kernel.*` what kernels allocate for themselves within them; `grads.<unit>` a
+unit's whole parameter gradients, in compute dtype, until its reduce has taken them; `grads.tied` the head's gradient of
+a tied weight, which autograd keeps until the embedding's has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import mul
+
+from zplan.planner.aten import DEVICES, Aten
+from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision
+from zplan.planner.errors import ZplanError
+from zplan.planner.families import DecoderTape
+from zplan.planner.ledger import Line
+from zplan.planner.models import Architecture, ModelSpec, decoder_units
+from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
+
+BATCH_PHASES = ("forward.embed", "step")
+"""First and last phase of a micro-step's inputs and labels; its loss too lives on to the last one. The loop drops all
+three before the next step's forward."""
+
+SIMULATED_BLOCKS = 3
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one unit gave birth to of one line: how much, from which phase of the tape to which."""
+
+    id: str
+    unit: str
+    level: Level
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step on a tape. `working[p]`: levels of phase p above what is held in it; `detail`: what each unit saves."""
+
+    phases: tuple[str, ...]
+    held: tuple[Held, ...]
+    working: tuple[tuple[Level, ...], ...]
+    detail: tuple[tuple[str, str, Level], ...]
+
+
+@dataclass(frozen=True)
+class UnitProfile:
+    """Bytes of one unit at one micro-batch and sequence.
+
+    Attributes
+    ----------
+    saved
+        Storages born in the unit's forward that live until backward. A block's input belongs to the unit that made it.
+    forward, backward, reduce
+        The most that lives in that phase beside what the ledger's other lines hold in it.
+    detail
+        `(label, bytes)` of the storages in `saved`.
+    """
+
+    saved: int
+    forward: int
+    backward: int
+    reduce: int
+    detail: tuple[tuple[str, int], ...]
+
+
+def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -> tuple[Line, ...]:
+    """All lines of kind `activations`. Their sum in each phase is exact for the device of `choice`.
+
+    Raises
+    ------
+    ZplanError
+        When the sequence is longer than the model's positions, or the heads are too narrow for fused attention.
+    """
+    arch = _architecture(spec, choice)
+    sim = _simulation(arch, choice)
+    at = {name: i for i, name in enumerate(phases)}
+    scale = monomials(choice.micro_batch, choice.seq)
+    found: dict[str, dict[int, list[tuple[int, int]]]] = {}
+
+    def put(line_id: str, nbytes: int, first: str, last: str) -> None:
+        if nbytes:
+            found.setdefault(line_id, {}).setdefault(nbytes, []).append((at[first], at[last]))
+
+    for held in sim.held:
+        nbytes = _dot(held.level, scale)
+        for i in _instances(held.unit, arch.layers):
+            first, last = (_real(sim.phases[p], held.unit, i, arch.layers) for p in (held.first, held.last))
+            put(held.id, nbytes, first, last)
+    for phase, levels in zip(sim.phases, sim.working, strict=True):
+        total, kernel = max((_dot(v, scale), -_dot(v[WIDTH:], scale[WIDTH:])) for v in levels)
+        # A kernel may run when the phase has already freed more than its workspace holds.
+        kernel = min(-kernel, total)
+        pass_, _, unit = phase.partition(".")
+        line_id = f"{_kind(unit or pass_)}.{pass_ if unit else 'forward'}"
+        for i in _instances(unit, arch.layers):
+            real = _real(phase, unit, i, arch.layers)
+            put(f"act.{line_id}", total - kernel, real, real)
+            put(f"act.kernel.{line_id}", kernel, real, real)
+    return tuple(_lines(found))
+
+
+def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
+    """Numbers of each unit; those of the middle block under `block`."""
+    arch = _architecture(spec, choice)
+    sim = _simulation(arch, choice)
+    scale = monomials(choice.micro_batch, choice.seq)
+    working = {p: max(_dot(v, scale) for v in levels) for p, levels in zip(sim.phases, sim.working, strict=True)}
+    out = {}
+    for unit in dict.fromkeys(p.partition(".")[2] for p in sim.phases if p.startswith("forward.")):
+        detail = tuple((label, _dot(level, scale)) for u, label, level in sim.detail if u == unit)
+        forward, backward, reduce = (working.get(f"{x}.{unit}", 0) for x in ("forward", "backward", "reduce"))
+        out[_kind(unit)] = UnitProfile(sum(n for _, n in detail), forward, backward, reduce, detail)
+    return out
+
+
+def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
+    arch = spec.arch
+    assert arch is not None, f"{spec.name} has no known shape"
+    if arch.family == "gpt2" and choice.seq > arch.max_seq:
+        raise ZplanError(
+            f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
+            f"use --seq {arch.max_seq} or less",
+        )
+    if arch.family == "llama" and (arch.head_dim < 4 or arch.head_dim % 2):
+        raise ZplanError(
+            f"heads of width {arch.head_dim} have no rotary halves that attention kernels take",
+            "use an even head_dim of at least 4",
+        )
+    return arch
+
+
+def _simulation(arch: Architecture, choice: Choice) -> Simulation:
+    small = replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
+    return _simulate(
+        small,
+        choice.device,
+        choice.precision,
+        choice.checkpointing,
+        choice.attention,
+        1 if choice.micro_batch == 1 else PRIME_B,
+        1 if choice.seq == 1 else PRIME_T,
+    )
+
+
+@lru_cache(maxsize=64)
+def _simulate(  # noqa: PLR0913  (the key of the cache)
+    arch: Architecture,
+    device: Device,
+    precision: Precision,
+    checkpointing: Checkpointing,
+    attention: Attention,
+    batch: int,
+    seq: int,
+) -> Simulation:
+    table = DEVICES[device]
+    tape = Tape(in_place_accumulation=table.in_place_accumulation)
+    run = DecoderTape(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
+    run.step(batch, seq, checkpointing, attention)
+    return _read(tape)
+
+
+def _read(tape: Tape) -> Simulation:
+    """Sort the storages of a finished tape into lines."""
+    turn = tape.phases.index("backward.loss")
+    spans = {s: span for s in tape.storages if s.coefficient and (span := _span(tape, s, turn))}
+    covered = [[0] * (2 * WIDTH) for _ in tape.phases]
+    for s, (first, last) in spans.items():
+        for p in range(first, last + 1):
+            covered[p][s.at] += s.coefficient
+    working = [
+        _maximal(tuple(x - y for x, y in zip(v, c, strict=True)) for v in levels)
+        for levels, c in zip(tape.levels, covered, strict=True)
+    ]
+    for s, (first, last) in spans.items():
+        # It dies in the next phase of forward. Where the phase's peak holds it anyway, its line says so.
+        if s.died == last + 1 and any(min(v) >= 0 and v[s.at] >= s.coefficient for v in working[last + 1]):
+            working[last + 1] = tuple(_less(v, s) for v in working[last + 1])
+            spans[s] = (first, last + 1)
+    groups: dict[tuple[str, str, int, int], list[int]] = {}
+    for s, (first, last) in spans.items():
+        key = (_line_id(tape, s, turn, last), _unit(tape.phases[s.born]), first, last)
+        groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
+    return Simulation(
+        tuple(tape.phases),
+        tuple(Held(i, u, tuple(v), first, last) for (i, u, first, last), v in groups.items()),
+        tuple(working),
+        tuple(
+            (_unit(tape.phases[s.born]), s.label, _less((0,) * (2 * WIDTH), s, -1))
+            for s, (_, last) in spans.items()
+            if s.born < turn <= last and s.label not in _NOT_SAVED
+        ),
+    )
+
+
+_NOT_SAVED = ("inputs", "labels", "loss")
+"""Alive in backward, but not because a node saved them."""
+
+
+def _span(tape: Tape, s: Storage, turn: int) -> tuple[int, int] | None:
+    """First and last phase with a line for a storage: alive at their ends in forward, at their starts in backward."""
+    died = len(tape.phases) - 1 if s.died is None else s.died
+    first, last = (s.born, died - 1 if died < turn else died) if s.born < turn else (s.born + 1, died)
+    return (first, last) if first <= last else None
+
+
+def _line_id(tape: Tape, s: Storage, turn: int, last: int) -> str:
+    own, ends = _unit(tape.phases[s.born]), tape.phases[last]
+    if s.label in ("inputs", "labels"):
+        return f"data.{s.label}"
+    if s.label.startswith("rotary"):
+        return "act.rotary"
+    if s.label in ("loss", "loss.grad"):
+        return "act.loss.value" if s.label == "loss" else "act.loss.seed"
+    if s.label == PARAMETER_GRADIENT:
+        return f"grads.{_kind(own)}" if ends == f"reduce.{own}" else "grads.tied"
+    if s.label == "positions.ids":
+        own = "positions"
+    here = _unit(ends) == own
+    if ends == "backward.positions" and s.born >= turn:
+        return "act.positions.grad"
+    if s.born >= turn:
+        return f"act.{_kind(own)}.grad" + (".partial" if here else "")
+    if ends == f"reduce.{own}":
+        return f"act.{_kind(own)}.saved.tail"
+    return f"act.{_kind(own)}.{'saved' if here and last >= turn else 'output'}"
+
+
+def _unit(phase: str) -> str:
+    return phase.partition(".")[2] or phase
+
+
+def _kind(unit: str) -> str:
+    return "block" if unit.startswith("blocks.") else unit
+
+
+def _instances(unit: str, layers: int) -> range:
+    """The real blocks that a simulated unit stands for; one dummy for units that are no block."""
+    if not unit.startswith("blocks."):
+        return range(1)
+    k = int(unit[7:])
+    if layers <= SIMULATED_BLOCKS:
+        return range(k, k + 1)
+    return (range(1), range(1, layers - 1), range(layers - 1, layers))[k]
+
+
+def _real(phase: str, unit: str, instance: int, layers: int) -> str:
+    """Name in the real model of a simulated phase, seen from instance `instance` of a simulated unit."""
+    pass_, dot, k = phase.partition("blocks.")
+    if not dot or layers <= SIMULATED_BLOCKS:
+        return phase
+    if unit == "blocks.1":
+        return f"{pass_}blocks.{int(k) + instance - 1}"
+    near_front = unit in ("embed", "positions", "blocks.0")
+    return f"{pass_}blocks.{(0, 1 if near_front else layers - 2, layers - 1)[int(k)]}"
+
+
+def _less(level: Level, s: Storage, times: int = 1) -> Level:
+    return tuple(x - times * s.coefficient if i == s.at else x for i, x in enumerate(level))
+
+
+def _maximal(levels: Iterable[Level]) -> tuple[Level, ...]:
+    """Levels that some batch and sequence could make the largest: those that no other one exceeds in every monomial."""
+    kept: list[Level] = []
+    for v in sorted(set(levels), reverse=True):
+        if not any(all(x <= y for x, y in zip(v, w, strict=True)) for w in kept):
+            kept.append(v)
+    return tuple(kept)
+
+
+def _dot(level: Level, scale: tuple[int, ...]) -> int:
+    return sum(map(mul, level, scale))
+
+
+def _lines(found: dict[str, dict[int, list[tuple[int, int]]]]) -> Iterable[Line]:
+    """One line per id; instances of another size than most get a line of their own."""
+    for line_id, sizes in found.items():
+        ordered = sorted(sizes.items(), key=lambda item: -len(item[1]))
+        for n, (nbytes, spans) in enumerate(ordered):
+            name = line_id if not n else f"{line_id}.other{n}"
+            yield Line(name, nbytes, tuple(sorted(spans)), "activations", source="derived")

@@ -1,0 +1,367 @@
+"""What each op of torch allocates, saves for backward and allocates in backward.
+
+One method per op that a decoder uses, named as in torch. Each rule was read off torch's dispatch stream; what differs
+between devices is in `DeviceTable` and nowhere else.
+
+Values have an itemsize instead of a dtype: 2 bf16, 4 fp32, 8 int64, 1 bool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zplan.planner.strides import dense_like, view_strides
+from zplan.planner.tape import Tape, Value
+
+INT64, FP32, BOOL = 8, 4, 1
+
+
+@dataclass(frozen=True)
+class DeviceTable:
+    """The ways in which devices differ.
+
+    Attributes
+    ----------
+    in_place_accumulation
+        Whether a second gradient is added into the first one's buffer. Not under the dispatch mode that measures on a
+        CPU: see [Note: observer effect] in `runtime/meter.py`.
+    fused_rms_norm
+        One kernel that saves its input and an fp32 reciprocal root per row; else a chain of elementwise ops in fp32.
+    layer_norm_stats
+        Itemsize of LayerNorm's mean and reciprocal deviation; None: that of the input.
+    kernels
+        Whether the allocator sees what kernels allocate for themselves.
+    """
+
+    in_place_accumulation: bool
+    fused_rms_norm: bool
+    layer_norm_stats: int | None
+    kernels: bool
+
+
+DEVICES = {
+    "cpu": DeviceTable(in_place_accumulation=False, fused_rms_norm=False, layer_norm_stats=None, kernels=False),
+    "cuda": DeviceTable(in_place_accumulation=True, fused_rms_norm=True, layer_norm_stats=FP32, kernels=True),
+}
+
+Grads = list[Value]
+Outs = list["Value | None"]
+
+
+class Aten:
+    """Ops over one tape."""
+
+    def __init__(self, tape: Tape, table: DeviceTable) -> None:
+        self.tape, self.table = tape, table
+
+    def named(self, label: str, x: Value) -> Value:
+        """Give a value's storage a name for people."""
+        x.storage.label = label
+        return x
+
+    # Views and copies
+
+    def view(self, x: Value, shape: Sequence[int]) -> Value:
+        strides = view_strides(x.shape, x.strides, shape)
+        assert strides is not None, f"view of {x.shape} with strides {x.strides} as {shape}"
+        old = x.shape
+        node = self.tape.node([x], lambda g, s: [self.reshape(g[0], old)])
+        out = x.view(shape, strides)
+        self.tape.finish(node, out)
+        return out
+
+    def reshape(self, x: Value, shape: Sequence[int]) -> Value:
+        """A view where strides allow, else a row-major copy."""
+        if view_strides(x.shape, x.strides, shape) is not None:
+            return self.view(x, shape)
+        return self.view(self.clone(x), shape)
+
+    def clone(self, x: Value) -> Value:
+        """Row-major copy; its gradient passes through."""
+        node = self.tape.node([x], lambda g, s: [g[0].alias()])
+        out = self.tape.new(x.shape, x.itemsize, "clone")
+        self.tape.finish(node, out)
+        return out
+
+    def transpose(self, x: Value, a: int, b: int) -> Value:
+        node = self.tape.node([x], lambda g, s: [self.transpose(g[0], a, b)])
+        shape, strides = list(x.shape), list(x.strides)
+        shape[a], shape[b] = shape[b], shape[a]
+        strides[a], strides[b] = strides[b], strides[a]
+        out = x.view(shape, tuple(strides))
+        self.tape.finish(node, out)
+        return out
+
+    def expand(self, x: Value, shape: Sequence[int]) -> Value:
+        """Broadcast without bytes; its gradient is summed."""
+        node = self.tape.node([x], lambda g, s: [g[0].alias()])
+        strides = tuple(0 if n != m else s for n, m, s in zip(shape, x.shape, x.strides, strict=True))
+        out = x.view(shape, strides)
+        self.tape.finish(node, out)
+        return out
+
+    def split(self, x: Value, parts: int) -> list[Value]:
+        """Equal parts of the last dim; their gradients are concatenated."""
+        node = self.tape.node([x], lambda g, s: [self.cat(g)])
+        shape = (*x.shape[:-1], x.shape[-1] // parts)
+        out = [x.view(shape, x.strides) for _ in range(parts)]
+        self.tape.finish(node, *out)
+        return out
+
+    def cat(self, xs: Sequence[Value]) -> Value:
+        """Concatenation along the last dim; the gradients are slices."""
+        shapes = [x.shape for x in xs]
+        node = self.tape.node(xs, lambda g, s: [g[0].view(n, g[0].strides) for n in shapes])
+        out = self.tape.new((*xs[0].shape[:-1], sum(n[-1] for n in shapes)), xs[0].itemsize, "cat")
+        self.tape.finish(node, out)
+        return out
+
+    def to(self, x: Value, itemsize: int) -> Value:
+        if x.itemsize == itemsize:
+            return x
+        old = x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.to(g[0], old)])
+        label = x.storage.label.removesuffix(" cast") + " cast"
+        out = self.like(x, label, itemsize)
+        self.tape.finish(node, out)
+        return out
+
+    def like(self, x: Value, label: str, itemsize: int | None = None) -> Value:
+        """A new value in the shape and memory order of `x`, without a node."""
+        return self.tape.new(x.shape, itemsize or x.itemsize, label, strides=dense_like(x.shape, x.strides))
+
+    # Elementwise
+
+    def add(self, a: Value, b: Value) -> Value:
+        node = self.tape.node([a, b], lambda g, s: [g[0].alias(), g[0].alias()])
+        out = self.like(a, "add")
+        self.tape.finish(node, out)
+        return out
+
+    def sub(self, a: Value, b: Value) -> Value:
+        node = self.tape.node([a, b], lambda g, s: [g[0].alias(), self.like(g[0], "neg")])
+        out = self.like(a, "sub")
+        self.tape.finish(node, out)
+        return out
+
+    def mul(self, a: Value, b: Value) -> Value:
+        """`b` may be smaller and broadcast, and of another itemsize; the wider one wins."""
+        wide = max(a.itemsize, b.itemsize)
+        if b.node is None:
+            node = self.tape.node([a], lambda g, s: [self.like(g[0], "mul")], b)
+        else:
+
+            def backward(g: Grads, s: Grads) -> Outs:
+                other = self.like(g[0], "mul")
+                return [self.like(g[0], "mul"), other]
+
+            node = self.tape.node([a, b], backward, a, b)
+        out = self.like(a, "mul", wide)
+        self.tape.finish(node, out)
+        return out
+
+    def scale(self, x: Value) -> Value:
+        """Times a Python number."""
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "mul")])
+        out = self.like(x, "mul")
+        self.tape.finish(node, out)
+        return out
+
+    def unary(self, x: Value, label: str) -> Value:
+        """`silu`, `gelu`: saves its input, backward in one kernel."""
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], f"{label}.grad")], x)
+        out = self.like(x, label)
+        self.tape.finish(node, out)
+        return out
+
+    def masked_fill(self, x: Value, mask: Value) -> Value:
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "masked_fill")], mask)
+        out = self.like(x, "masked_fill")
+        self.tape.finish(node, out)
+        return out
+
+    def softmax(self, x: Value, label: str) -> Value:
+        """`_softmax` and `_log_softmax`: save their output."""
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], f"{label}.grad")])
+        out = self.like(x, label)
+        self.tape.finish(node, out, saved=[out])
+        return out
+
+    # Matrix products
+
+    def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
+        """(..., in) times a parameter (out, in), and perhaps a bias (out,)."""
+        rows, wide = x.numel // x.shape[-1], weight.shape[0]
+        if bias is None:
+            w = self.transpose(weight, 0, 1)
+            flat = self.reshape(x, (rows, x.shape[-1]))
+            out = self.mm(flat, w)
+        else:
+            flat = self.reshape(x, (rows, x.shape[-1]))
+            out = self.addmm(bias, flat, self.transpose(weight, 0, 1))
+        del flat
+        return self.view(out, (*x.shape[:-1], wide))
+
+    def mm(self, a: Value, b: Value) -> Value:
+        a_shape, b_shape = a.shape, b.shape
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0]))
+            return [self.tape.new(a_shape, g[0].itemsize, "mm.input"), second]
+
+        node = self.tape.node([a, b], backward, a, b)
+        out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "mm")
+        self.tape.finish(node, out)
+        return out
+
+    def addmm(self, bias: Value, a: Value, b: Value) -> Value:
+        a_shape, b_shape = a.shape, b.shape
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            first = self.tape.new(a_shape, g[0].itemsize, "mm.input")
+            second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0]))
+            return [g[0].alias(), first, second]
+
+        node = self.tape.node([bias, a, b], backward, a, b)
+        out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "addmm")
+        self.tape.finish(node, out)
+        return out
+
+    def matmul(self, a: Value, b: Value) -> Value:
+        """Batched over the two leading dims, which are equal."""
+        batch, m, n = a.shape[0] * a.shape[1], a.shape[2], b.shape[3]
+        left = self.reshape(self.expand(a, a.shape), (batch, *a.shape[2:]))
+        right = self.reshape(self.expand(b, b.shape), (batch, *b.shape[2:]))
+        return self.view(self.bmm(left, right), (*a.shape[:2], m, n))
+
+    def bmm(self, a: Value, b: Value) -> Value:
+        a_shape, b_shape = a.shape, b.shape
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            second = self.tape.new(b_shape, g[0].itemsize, "bmm")
+            return [self.tape.new(a_shape, g[0].itemsize, "bmm"), second]
+
+        node = self.tape.node([a, b], backward, a, b)
+        out = self.tape.new((*a.shape[:2], b.shape[2]), a.itemsize, "bmm")
+        self.tape.finish(node, out)
+        return out
+
+    # Norms
+
+    def rms_norm(self, x: Value, weight: Value) -> Value:
+        if self.table.fused_rms_norm:
+            return self._fused_rms_norm(x, weight)
+        up = self.to(x, FP32)
+        up_sizes = up.shape
+        rows = (*x.shape[:-1], 1)
+        square = self._square(up)
+        mean = self._mean(square, rows, up_sizes)
+        root = self._rsqrt(mean)
+        # One expression in C++: its temporaries live to its end.
+        del square, mean
+        normed = self.named("normed, before weight", self.mul(up, root))
+        normed = self.named("normed", self.mul(normed, weight))
+        return self.to(normed, x.itemsize)
+
+    def _square(self, x: Value) -> Value:
+        def backward(g: Grads, s: Grads) -> Outs:
+            power = self.like(g[0], "pow")
+            scaled = self.like(g[0], "mul")
+            out = self.like(g[0], "mul")
+            del power, scaled
+            return [out]
+
+        node = self.tape.node([x], backward, x)
+        out = self.like(x, "pow")
+        self.tape.finish(node, out)
+        return out
+
+    def _mean(self, x: Value, rows: tuple[int, ...], sizes: tuple[int, ...]) -> Value:
+        node = self.tape.node([x], lambda g, s: [self.tape.new(sizes, FP32, "div")])
+        out = self.tape.new(rows, FP32, "mean")
+        self.tape.finish(node, out)
+        # `add_(eps)`: in place, a node of its own.
+        node = self.tape.node([out], lambda g, s: [g[0].alias()])
+        self.tape.finish(node, out)
+        return out
+
+    def _rsqrt(self, x: Value) -> Value:
+        def backward(g: Grads, s: Grads) -> Outs:
+            cube = self.like(g[0], "pow")
+            half = self.like(g[0], "mul")
+            out = self.like(g[0], "mul")
+            del cube, half
+            return [out]
+
+        node = self.tape.node([x], backward)
+        out = self.like(x, "rstd")
+        self.tape.finish(node, out, saved=[out])
+        return out
+
+    def _fused_rms_norm(self, x: Value, weight: Value) -> Value:
+        def backward(g: Grads, s: Grads) -> Outs:
+            return [self.like(s[0], "rms_norm.grad"), self.like(s[1], "rms_norm.weight")]
+
+        node = self.tape.node([x, weight], backward, x, weight)
+        out = self.tape.new(x.shape, x.itemsize, "rms_norm")
+        root = self.tape.new((*x.shape[:-1], 1), FP32, "rstd")
+        self.tape.finish(node, out, saved=[root])
+        return out
+
+    def layer_norm(self, x: Value, weight: Value, bias: Value) -> Value:
+        def backward(g: Grads, s: Grads) -> Outs:
+            return [self.like(v, label) for v, label in zip(s, ("norm.grad", "norm.weight", "norm.bias"), strict=False)]
+
+        node = self.tape.node([x, weight, bias], backward, x, weight, bias)
+        out = self.tape.new(x.shape, x.itemsize, "layer_norm")
+        stats = self.table.layer_norm_stats or x.itemsize
+        mean = self.tape.new((*x.shape[:-1], 1), stats, "mean")
+        rstd = self.tape.new((*x.shape[:-1], 1), stats, "rstd")
+        self.tape.finish(node, out, saved=[mean, rstd])
+        return out
+
+    # Attention
+
+    def repeat_interleave(self, x: Value, times: int) -> Value:
+        """Each head `times` over: (B, G, T, D) to (B, G * times, T, D)."""
+        b, g, t, d = x.shape
+        wide = self.expand(self._unsqueeze(x), (b, g, times, t, d))
+        return self.view(self.clone(wide), (b, g * times, t, d))
+
+    def _unsqueeze(self, x: Value) -> Value:
+        """A dim of 1 after the heads."""
+        old = x.shape
+        node = self.tape.node([x], lambda g, s: [g[0].view(old, g[0].strides[:2] + g[0].strides[3:])])
+        out = x.view((*old[:2], 1, *old[2:]), (*x.strides[:2], x.strides[1] * old[1], *x.strides[2:]))
+        self.tape.finish(node, out)
+        return out
+
+    def sdpa(self, q: Value, k: Value, v: Value) -> Value:
+        """Fused causal attention of (B, H, T, D) over (B, G, T, D)."""
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            return [self.like(x, f"{name}.grad") for x, name in zip(s, "qkv", strict=False)]
+
+        node = self.tape.node([q, k, v], backward, q, k, v)
+        out = self.like(q, "attention")
+        lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
+        self.tape.finish(node, out, saved=[out, lse])
+        return out
+
+    # Ends of the model
+
+    def embedding(self, weight: Value, ids: Value) -> Value:
+        shape, itemsize = weight.shape, weight.itemsize
+        node = self.tape.node([weight], lambda g, s: [self.tape.new(shape, itemsize, "embedding.weight")], ids)
+        out = self.tape.new((*ids.shape, shape[1]), itemsize, "embedding")
+        self.tape.finish(node, out)
+        return out
+
+    def nll_loss(self, x: Value, target: Value) -> Value:
+        shape, itemsize = x.shape, x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "nll.grad")], x, target)
+        out = self.tape.new((), itemsize, "loss")
+        weight = self.tape.new((), itemsize, "loss.total_weight")
+        self.tape.finish(node, out, saved=[weight])
+        return out

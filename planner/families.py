@@ -1,0 +1,209 @@
+"""The op lists of the decoder families: `runtime/decoder.py`, line by line, over values without numbers.
+
+See [Note: lifetimes] in `planner/tape.py`: locals and nesting are those of the decoder on purpose. A new family is a
+block function, and a row in `BLOCKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from zplan.planner.aten import BOOL, FP32, INT64, Aten
+from zplan.planner.config import Attention, Checkpointing
+from zplan.planner.models import Architecture, Unit
+from zplan.planner.tape import UnitGradients, Value
+
+Params = dict[str, Value]
+Block = Callable[..., Value]
+
+
+def rotary_tables(op: Aten, arch: Architecture, seq: int, itemsize: int) -> tuple[Value, Value]:
+    """Tables of cos and sin (T, D/2), with the small fp32 vectors on the way to them."""
+    half = -(-arch.head_dim // 2)
+
+    def vector(*operands: Value) -> Value:
+        return op.tape.new((half,), FP32, "rotary")
+
+    inv = vector(vector(vector(vector())))
+    scaling = dict(arch.rope_scaling)
+    if scaling and scaling["rope_type"] == "linear":
+        inv = vector(inv)
+    elif scaling:
+        turns = vector(vector(inv))
+        smooth = vector(vector(vector(turns)))
+        inv = vector(inv, vector(smooth, vector(vector(smooth))))
+    angles = _outer(op, op.tape.new((seq,), FP32, "rotary"), inv)
+    return op.to(op.like(angles, "rotary"), itemsize), op.to(op.like(angles, "rotary"), itemsize)
+
+
+def _outer(op: Aten, a: Value, b: Value) -> Value:
+    return op.tape.new((*a.shape, *b.shape), FP32, "rotary")
+
+
+def rotate(op: Aten, x: Value, cos: Value, sin: Value) -> Value:
+    a, b = op.split(x, 2)
+    return op.cat((op.sub(op.mul(a, cos), op.mul(b, sin)), op.add(op.mul(b, cos), op.mul(a, sin))))
+
+
+def attend(op: Aten, q: Value, k: Value, v: Value, kind: Attention) -> Value:
+    b, h, t, d = q.shape
+    if kind == "sdpa":
+        out = op.sdpa(q, k, v)
+    else:
+        if h != k.shape[1]:
+            k, v = (op.repeat_interleave(x, h // x.shape[1]) for x in (k, v))
+        scores = op.scale(op.matmul(q, op.transpose(k, 2, 3)))
+        future = _triu(op, op.tape.new((t, t), BOOL, "mask"))
+        scores = op.masked_fill(scores, future)
+        out = op.matmul(op.to(op.softmax(op.to(scores, FP32), "softmax"), q.itemsize), v)
+        op.named("attention output", out)
+    return op.named("attention output", op.reshape(op.transpose(out, 1, 2), (b, t, h * d)))
+
+
+def _triu(op: Aten, ones: Value) -> Value:
+    return op.like(ones, "mask")
+
+
+def llama_block(op: Aten, p: Params, arch: Architecture, attention: Attention) -> Block:
+    """Block over parameters by short name: `run(x, cos, sin)`."""
+
+    def heads(x: Value, weight: Value, count: int) -> Value:
+        return op.transpose(op.view(op.linear(x, weight), (*x.shape[:2], count, arch.head_dim)), 1, 2)
+
+    def attention_part(x: Value, cos: Value, sin: Value) -> Value:
+        q = heads(x, p["q.weight"], arch.heads)
+        k = heads(x, p["k.weight"], arch.kv_heads)
+        v = heads(x, p["v.weight"], arch.kv_heads)
+        op.named("v", v)
+        return op.linear(
+            attend(
+                op,
+                op.named("q, rotated", rotate(op, q, cos, sin)),
+                op.named("k, rotated", rotate(op, k, cos, sin)),
+                v,
+                attention,
+            ),
+            p["o.weight"],
+        )
+
+    def feed(x: Value) -> Value:
+        return op.linear(
+            op.named(
+                "silu(gate) * up",
+                op.mul(
+                    op.named("silu(gate)", op.unary(op.named("gate", op.linear(x, p["gate.weight"])), "silu")),
+                    op.named("up", op.linear(x, p["up.weight"])),
+                ),
+            ),
+            p["down.weight"],
+        )
+
+    def run(x: Value, cos: Value, sin: Value) -> Value:
+        x = op.add(x, attention_part(op.rms_norm(x, p["norm1.weight"]), cos, sin))
+        op.named("after attention", x)
+        return op.named("output", op.add(x, feed(op.rms_norm(x, p["norm2.weight"]))))
+
+    return run
+
+
+def gpt2_block(op: Aten, p: Params, arch: Architecture, attention: Attention) -> Block:
+    """Block over parameters by short name: `run(x)`."""
+
+    def attention_part(x: Value) -> Value:
+        b, t, _ = x.shape
+        q, k, v = (
+            op.transpose(op.view(y, (b, t, arch.heads, arch.head_dim)), 1, 2)
+            for y in op.split(op.named("q, k, v", op.linear(x, p["qkv.weight"], p["qkv.bias"])), 3)
+        )
+        return op.linear(attend(op, q, k, v, attention), p["o.weight"], p["o.bias"])
+
+    def feed(x: Value) -> Value:
+        return op.linear(
+            op.named("gelu(up)", op.unary(op.named("up", op.linear(x, p["up.weight"], p["up.bias"])), "gelu")),
+            p["down.weight"],
+            p["down.bias"],
+        )
+
+    def run(x: Value) -> Value:
+        x = op.add(x, attention_part(op.layer_norm(x, p["norm1.weight"], p["norm1.bias"])))
+        op.named("after attention", x)
+        return op.named("output", op.add(x, feed(op.layer_norm(x, p["norm2.weight"], p["norm2.bias"]))))
+
+    return run
+
+
+BLOCKS = {"llama": llama_block, "gpt2": gpt2_block}
+
+
+class DecoderTape:
+    """One training step of a decoder on a tape. Phases are the ledger's."""
+
+    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int) -> None:
+        self.op, self.tape, self.arch, self.itemsize = op, op.tape, arch, itemsize
+        self.params: dict[str, Value] = {}
+        for u in units:
+            gradients = UnitGradients(u.name)
+            for p in u.params:
+                self.params[p.name] = self.tape.parameter(p.shape, itemsize, gradients)
+
+    def unit(self, name: str, run: Block, *inputs: Value) -> Value:
+        """Call a unit between its phases."""
+        self.tape.enter(f"forward.{name}")
+        out = run(*inputs)
+        assert out.node is not None
+        out.node.on_gradient = f"backward.{name}"
+        return out
+
+    def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+        op, arch, p = self.op, self.arch, self.params
+        t = ids.shape[1]
+        x = op.embedding(p["embed.weight"], ids)
+        assert x.node is not None
+        x.node.on_gradient = "backward.embed"
+        tables: tuple[Value, ...] = ()
+        if arch.family == "llama":
+            tables = rotary_tables(op, arch, t, self.itemsize)
+        else:
+            x = op.add(x, self._positions(self.tape.new((t,), INT64, "positions.ids")))
+        for i in range(arch.layers):
+            prefix = f"blocks.{i}."
+            params = {k.removeprefix(prefix): v for k, v in p.items() if k.startswith(prefix)}
+            block = BLOCKS[arch.family](op, params, arch, attention)
+            if checkpointing == "full":
+                x = self.unit(prefix[:-1], partial(self.tape.checkpoint, block), x, *tables)
+            else:
+                x = self.unit(prefix[:-1], block, x, *tables)
+        return self.unit("norm", self._norm, x)
+
+    def _positions(self, ids: Value) -> Value:
+        return self.unit("positions", partial(self.op.embedding, self.params["positions.weight"]), ids)
+
+    def _norm(self, x: Value) -> Value:
+        if self.arch.family == "llama":
+            return self.op.rms_norm(x, self.params["norm.weight"])
+        return self.op.layer_norm(x, self.params["norm.weight"], self.params["norm.bias"])
+
+    def _head(self, x: Value) -> Value:
+        return self.op.linear(x, self.params["embed.weight" if self.arch.tied else "head.weight"])
+
+    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+        op = self.op
+        logits = self.unit("head", self._head, self.features(ids, checkpointing, attention))
+        self.tape.enter("loss")
+        rows = labels.numel
+        return self._cross_entropy(op.to(op.view(logits, (rows, self.arch.vocab)), FP32), labels.view((rows,), (1,)))
+
+    def _cross_entropy(self, x: Value, target: Value) -> Value:
+        return self.op.nll_loss(self.op.softmax(x, "log_softmax"), target)
+
+    def step(self, batch: int, seq: int, checkpointing: Checkpointing, attention: Attention) -> None:
+        """Forward, backward and the optimizer's phase."""
+        self.tape.enter("forward.embed")
+        ids = self.tape.new((batch, seq), INT64, "inputs")
+        labels = self.tape.new((batch, seq), INT64, "labels")
+        loss = self.forward(ids, labels, checkpointing, attention)
+        self.tape.enter("backward.loss")
+        self.tape.backward(loss)
+        self.tape.enter("step")
+        self.tape.close()

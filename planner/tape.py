@@ -1,0 +1,393 @@
+"""Autograd's memory behaviour in integers: values that have sizes but no numbers.
+
+A `Tape` runs a model's op list once, forward and backward, and keeps every level of live bytes that a phase saw.
+Tensors are `Value`s over `Storage`s; nodes save values, gradients flow through input buffers and add up as torch's
+engine does it. What each op allocates and saves is in `planner/aten.py`; which ops a model runs, in
+`planner/families.py`.
+
+[Note: lifetimes] A storage is freed when the last Python reference to it goes, exactly as in torch, where a tensor's
+lifetime is that of its handles. So an op list that mirrors the model's Python line by line, with the same locals and
+the same nesting of calls, frees at the same moments. Nothing here may keep a value in a reference cycle.
+
+[Note: symbols] Sizes are exact for *every* batch and sequence at once. The tape runs with two huge primes as B and T.
+No other extent of a model is a multiple of them, so the exponents of B and T in a size can be read off by division:
+every storage is `c * B**i * T**j` bytes, and a level is one coefficient for each monomial of `BASIS`. A batch or
+sequence of 1 changes which reshapes copy, so 1 is run as 1, not as a prime.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zplan.planner.strides import dense_like, is_dense, row_major
+
+PRIME_B, PRIME_T = 2**31 - 1, 2**61 - 1
+BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
+"""Exponents of (B, T) of every size that occurs."""
+ROUNDED = len(BASIS)
+"""Index of one more monomial: B times T rounded up to 128, the tile height of flash attention's accumulators."""
+WIDTH = ROUNDED + 1
+
+PARAMETER_GRADIENT = "parameter gradient"
+
+Level = tuple[int, ...]
+"""Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
+
+
+def monomials(b: int, t: int) -> tuple[int, ...]:
+    """Values of all monomials, those of the kernels' half included, at batch `b` and sequence `t`."""
+    values = (*(b**i * t**j for i, j in BASIS), b * (-(-t // 128) * 128))
+    return values + values
+
+
+def _split(nbytes: int) -> tuple[int, int]:
+    """`(monomial index, coefficient)` of a size in bytes."""
+    i = j = 0
+    while nbytes and nbytes % PRIME_B == 0:
+        nbytes, i = nbytes // PRIME_B, i + 1
+    while nbytes and nbytes % PRIME_T == 0:
+        nbytes, j = nbytes // PRIME_T, j + 1
+    return BASIS.index((i, j)), nbytes
+
+
+class Storage:
+    """Bytes that live from birth to death. `born` and `died` are phase indices."""
+
+    __slots__ = ("at", "born", "coefficient", "died", "label", "refs")
+
+    def __init__(self, at: int, coefficient: int, label: str, born: int) -> None:
+        self.at, self.coefficient, self.label, self.born = at, coefficient, label, born
+        self.died: int | None = None
+        self.refs = 0
+
+
+class Value:
+    """A view of a storage, with shape and strides in elements, and the node that made it."""
+
+    __slots__ = ("itemsize", "node", "output_nr", "shape", "storage", "strides", "tape")
+
+    def __init__(
+        self, tape: Tape, storage: Storage, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+    ) -> None:
+        self.tape, self.storage, self.shape, self.strides, self.itemsize = tape, storage, shape, strides, itemsize
+        self.node: Node | None = None
+        self.output_nr = 0
+        storage.refs += 1
+
+    def __del__(self) -> None:
+        self.storage.refs -= 1
+        if not self.storage.refs:
+            self.tape._free(self.storage)
+
+    def alias(self) -> Value:
+        """The same bytes without the node: what autograd keeps, and what a gradient that is passed on is."""
+        return Value(self.tape, self.storage, self.shape, self.strides, self.itemsize)
+
+    def alias_with_node(self) -> Value:
+        out = self.alias()
+        out.node, out.output_nr = self.node, self.output_nr
+        return out
+
+    def view(self, shape: Sequence[int], strides: tuple[int, ...]) -> Value:
+        return Value(self.tape, self.storage, tuple(shape), strides, self.itemsize)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+Gradients = list["Value | None"]
+Backward = Callable[[Any, list["Value"]], Gradients]
+"""`(gradients of the outputs, saved values) -> gradients of the inputs`. Closures hold shapes only, never values."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Where an input's gradient goes, and the shape and itemsize that it must arrive in."""
+
+    node: Node
+    output_nr: int
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+class Node:
+    """One entry of the graph. `seq` orders the backward: the engine runs the ready node with the highest."""
+
+    __slots__ = ("backward", "edges", "num_outputs", "on_gradient", "saved", "seq")
+
+    def __init__(self, seq: int, backward: Backward, edges: list[Edge | None], saved: list[Saved]) -> None:
+        self.seq, self.backward, self.edges, self.saved = seq, backward, edges, saved
+        self.num_outputs = 1
+        self.on_gradient: str | None = None
+        """Phase that starts when all of this node's output gradients have arrived."""
+
+
+class Accumulate(Node):
+    """The leaf of a parameter: takes its gradient over, and ends the unit's backward with the last one."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self, unit: UnitGradients) -> None:
+        super().__init__(2**62, lambda grads, saved: [], [], [])
+        self.unit = unit
+
+
+@dataclass
+class UnitGradients:
+    """Gradients of one unit that wait for its last one."""
+
+    name: str
+    missing: int = 0
+    arrived: list[Value] = field(default_factory=list)
+
+
+class StopRecompute(Exception):
+    """Raised when a recomputed block has saved as much as its first run did."""
+
+
+@dataclass
+class Frame:
+    """One checkpointed call: how to run it again, what it was called with, what came back of it."""
+
+    run: Callable[..., object]
+    inputs: list[Value]
+    packed: int = 0
+    recomputed: Gradients | None = None
+
+
+@dataclass
+class Packed:
+    """Place of a saved value in a checkpointed call."""
+
+    frame: Frame
+    index: int
+
+
+Saved = Value | Packed
+
+
+class Tape:
+    """Records what a forward and its backward hold.
+
+    Attributes
+    ----------
+    phases
+        Names in the order entered.
+    levels
+        For each phase the distinct levels at its moments, entry included. The last level before every free is
+        enough: between two of them the level only grows.
+    storages
+        Every storage that ever was.
+    """
+
+    def __init__(self, *, in_place_accumulation: bool) -> None:
+        self.phases: list[str] = ["idle"]
+        self.levels: list[set[Level]] = [{(0,) * (2 * WIDTH)}]
+        self.storages: list[Storage] = []
+        self.in_place_accumulation = in_place_accumulation
+        self._live = [0] * (2 * WIDTH)
+        self._grew = False
+        self._seq = 0
+        self._frame: Frame | None = None
+
+    # Storages
+
+    def new(self, shape: Sequence[int], itemsize: int, label: str, *, strides: tuple[int, ...] | None = None) -> Value:
+        """A value with a fresh storage."""
+        shape = tuple(shape)
+        at, coefficient = _split(math.prod(shape) * itemsize)
+        return self._value(shape, itemsize, strides or row_major(shape), self._allocate(at, coefficient, label))
+
+    def parameter(self, shape: Sequence[int], itemsize: int, unit: UnitGradients) -> Value:
+        """A leaf whose bytes are not activations."""
+        value = self._value(tuple(shape), itemsize, row_major(shape), Storage(0, 0, "parameter", 0))
+        value.node = Accumulate(unit)
+        unit.missing += 1
+        return value
+
+    def workspace(self, numel: int, itemsize: int, label: str, *, rounded: bool = False) -> Value:
+        """Bytes that a kernel holds for itself. `rounded`: `numel` counts per sequence and rounded token."""
+        at, coefficient = (ROUNDED, numel * itemsize) if rounded else _split(numel * itemsize)
+        return self._value((numel,), itemsize, (1,), self._allocate(WIDTH + at, coefficient, label))
+
+    def _value(self, shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...], storage: Storage) -> Value:
+        return Value(self, storage, shape, strides, itemsize)
+
+    def _allocate(self, at: int, coefficient: int, label: str) -> Storage:
+        storage = Storage(at, coefficient, label, len(self.phases) - 1)
+        self.storages.append(storage)
+        self._live[at] += coefficient
+        self._grew = True
+        return storage
+
+    def _free(self, storage: Storage) -> None:
+        if storage.coefficient:
+            if self._grew:
+                self._note()
+            self._live[storage.at] -= storage.coefficient
+        storage.died = len(self.phases) - 1
+
+    def _note(self) -> None:
+        self.levels[-1].add(tuple(self._live))
+        self._grew = False
+
+    def enter(self, phase: str) -> None:
+        """Start a phase; its first moment is the level it starts from."""
+        self._note()
+        self.phases.append(phase)
+        self.levels.append(set())
+        self._note()
+
+    # The graph
+
+    def node(self, inputs: Sequence[Value], backward: Backward, *saved: Value) -> Node | None:
+        """Start an op whose gradients go to `inputs`, saving values before it runs. None when none needs a gradient."""
+        edges = [Edge(v.node, v.output_nr, v.shape, v.itemsize) if v.node else None for v in inputs]
+        if not any(edges):
+            return None
+        self._seq += 1
+        return Node(self._seq, backward, edges, [self._pack(v) for v in saved])
+
+    def finish(self, node: Node | None, *outputs: Value, saved: Sequence[Value] = ()) -> None:
+        """Make values the outputs of an op, and save those of its results that its backward needs."""
+        if node is None:
+            return
+        node.num_outputs = len(outputs)
+        for i, value in enumerate(outputs):
+            value.node, value.output_nr = node, i
+        node.saved += [self._pack(v) for v in saved]
+
+    def _pack(self, value: Value) -> Saved:
+        frame = self._frame
+        if frame is None:
+            return value.alias()
+        if frame.recomputed is None:
+            frame.packed += 1
+            return Packed(frame, frame.packed - 1)
+        frame.recomputed.append(value.alias())
+        if len(frame.recomputed) == frame.packed:
+            raise StopRecompute
+        return value.alias()
+
+    def checkpoint(self, run: Callable[..., Value], *inputs: Value) -> Value:
+        """Non-reentrant activation checkpointing with early stop: keep the inputs, run again at the first unpack."""
+        self._frame = Frame(run, [v.alias_with_node() for v in inputs])
+        out = run(*inputs)
+        self._frame = None
+        return out
+
+    def _recompute(self, frame: Frame) -> None:
+        frame.recomputed = []
+        self._frame = frame
+        try:
+            frame.run(*frame.inputs)
+        except StopRecompute:
+            pass
+        self._frame = None
+
+    def _unpack(self, saved: Saved) -> Value:
+        if isinstance(saved, Value):
+            return saved
+        frame = saved.frame
+        if frame.recomputed is None:
+            self._recompute(frame)
+        assert frame.recomputed is not None
+        value = frame.recomputed[saved.index]
+        frame.recomputed[saved.index] = None
+        assert value is not None, "a recomputed value was taken twice"
+        return value
+
+    # The engine
+
+    def backward(self, loss: Value) -> None:
+        """Run the graph backwards, as torch's engine does for one root on one thread."""
+        assert loss.node is not None
+        seed = self.new(loss.shape, loss.itemsize, "loss.grad")
+        waiting = _dependencies(loss.node)
+        buffers: dict[Node, Gradients] = {loss.node: [seed]}
+        ready = [(-loss.node.seq, 0, loss.node)]
+        pushed = 0
+        while ready:
+            node = heapq.heappop(ready)[2]
+            if node.on_gradient:
+                self.enter(node.on_gradient)
+            gradients = buffers.pop(node)
+            outputs = self._accumulate(node, gradients) if isinstance(node, Accumulate) else self._call(node, gradients)
+            # The engine drops the incoming gradients first, then what the node saved, and only then adds up.
+            gradients.clear()
+            node.saved = []
+            for i, edge in enumerate(node.edges):
+                if edge is None:
+                    continue
+                value = outputs[i]
+                if value is not None and isinstance(edge.node, Accumulate):
+                    value.storage.label = PARAMETER_GRADIENT
+                del value
+                target = buffers.setdefault(edge.node, [None] * edge.node.num_outputs)
+                target[edge.output_nr] = self._add(target, edge.output_nr, outputs, i)
+                waiting[edge.node] -= 1
+                if not waiting[edge.node]:
+                    pushed += 1
+                    heapq.heappush(ready, (-edge.node.seq, pushed, edge.node))
+
+    def _call(self, node: Node, gradients: Gradients) -> Gradients:
+        outputs = node.backward(gradients, [self._unpack(s) for s in node.saved])
+        for i, edge in enumerate(node.edges):
+            if edge is not None and outputs[i] is not None:
+                self._fit(outputs, i, edge)
+        return outputs
+
+    def _fit(self, outputs: Gradients, i: int, edge: Edge) -> None:
+        """Bring `outputs[i]` into its input's shape and dtype: summed over broadcast dims, then cast."""
+        value = outputs[i]
+        assert value is not None
+        if value.shape != edge.shape:
+            lead = len(value.shape) - len(edge.shape)
+            value = self.new((1,) * lead + edge.shape, value.itemsize, "sum")
+            value = outputs[i] = Value(self, value.storage, edge.shape, row_major(edge.shape), value.itemsize)
+        if value.itemsize != edge.itemsize:
+            outputs[i] = self.new(edge.shape, edge.itemsize, "to", strides=dense_like(value.shape, value.strides))
+
+    def _add(self, buffer: Gradients, at: int, outputs: Gradients, i: int) -> Value | None:
+        """Move `outputs[i]` into an input buffer, adding to what is there."""
+        new, outputs[i] = outputs[i], None
+        old = buffer[at]
+        if old is None or new is None:
+            return old if new is None else new
+        if self.in_place_accumulation and old.storage.refs == 1 and is_dense(old.shape, old.strides):
+            return old
+        return self.new(old.shape, old.itemsize, "grad.sum", strides=dense_like(old.shape, old.strides))
+
+    def _accumulate(self, node: Accumulate, gradients: Gradients) -> Gradients:
+        unit, gradient = node.unit, gradients[0]
+        assert gradient is not None and gradient.storage.refs == 1, "a shared gradient would be copied"
+        gradient.storage.label = PARAMETER_GRADIENT
+        unit.arrived.append(gradient.alias())
+        if len(unit.arrived) == unit.missing:
+            self.enter(f"reduce.{unit.name}")
+            unit.arrived.clear()
+        return []
+
+    def close(self) -> None:
+        """Note the last level."""
+        self._note()
+
+
+def _dependencies(root: Node) -> dict[Node, int]:
+    """How many gradients each node of the graph waits for."""
+    count: dict[Node, int] = {root: 0}
+    stack = [root]
+    while stack:
+        for edge in stack.pop().edges:
+            if edge is None:
+                continue
+            if edge.node not in count:
+                count[edge.node] = 0
+                stack.append(edge.node)
+            count[edge.node] += 1
+    return count

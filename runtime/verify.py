@@ -1,0 +1,236 @@
+"""Lays measured bytes beside predicted ones: by line, by birth and by phase.
+
+[Note: what measured means] The measured side reads neither ledger nor arena. On the CPU a registry lists every live storage; on
+CUDA the allocator's own counters are read. Names come from who holds a storage: the walk below goes through units, optimizer and
+parameters and reads the size of what it finds. What nobody named there holds is an activation, told apart by the phase in
+which it was born. Between two phases nothing is in flight, so there every line must be there to the byte or not at
+all; inside a phase only the peak counts. Bytes that no line claims fail the check.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zplan.planner.ledger import Ledger
+from zplan.runtime.engine import Engine
+from zplan.runtime.meter import StorageRegistry
+
+ACTIVATIONS = "act"
+"""Name under which the walk puts what no owner holds."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line, or several that are born together, where the difference was largest."""
+
+    name: str
+    where: str
+    """Phase boundary (`a | b`) for lines, phase for peaks."""
+    predicted: int
+    measured: int
+
+    @property
+    def difference(self) -> int:
+        return self.measured - self.predicted
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted against measured for one rank, over the last whole step."""
+
+    lines: tuple[Row, ...]
+    peaks: tuple[Row, ...]
+    unattributed: tuple[Row, ...]
+
+    @property
+    def peak(self) -> Row:
+        return max(self.peaks, key=lambda r: r.measured)
+
+    def off_by_more_than(self, tolerance: float) -> tuple[Row, ...]:
+        """Rows outside `tolerance` (a fraction of the larger side); anything unattributed always is."""
+        rows = (*self.lines, *self.peaks)
+        return (*(r for r in rows if abs(r.difference) > tolerance * max(r.predicted, r.measured)), *self.unattributed)
+
+
+def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """(line id, tensor) of everything that the engine's objects hold right now."""
+    seen_slots: set[int] = set()
+    for u in engine.units:
+        name = u.placement.size_class
+        for attribute in ("master", "exp_avg", "exp_avg_sq"):
+            tensor = getattr(u, attribute)
+            if tensor is not None:
+                yield f"optim.{attribute}.{name}", tensor
+        if u.flat is not None:
+            yield f"params.flat.{name}", u.flat
+        if u.slot is not None and id(u.slot) not in seen_slots:
+            seen_slots.add(id(u.slot))
+            yield f"params.ring.{name}", u.slot.buffer
+        if u.grad is not None:
+            full = u.grad.numel() == u.layout.padded_numel and not (engine.world_size > 1 and engine.choice.stage > 1)
+            yield f"grads.{'full' if full else 'shard'}.{name}", u.grad
+        for nan in u.placeholders:
+            yield "params.placeholder", nan
+    yield "optim.scalars", engine.optimizer.scalars
+    yield "optim.norms", engine.optimizer.norms
+    if engine.reducer.slot is not None:
+        yield "grads.slot", engine.reducer.slot
+
+
+class Meter:
+    """Watches one engine's steps. Enter it before `initialize`, so that nothing escapes; then `attach` the engine.
+
+    Examples
+    --------
+    >>> with Meter(device) as meter:                                  # doctest: +SKIP
+    ...     engine, *_ = zplan.initialize(model=model, config=plan)
+    ...     meter.attach(engine)
+    ...     ...                                                       # two steps
+    ...     comparison = meter.compare(ledger)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.registry = StorageRegistry() if device.type == "cpu" else None
+        self.engine: Engine | None = None
+        self.phase = "idle"
+        self.peaks: dict[str, int] = {}
+        self.boundaries: list[tuple[str, str, dict[tuple[str, str], int]]] = []
+        self.data_names: frozenset[int] = frozenset()
+        self.base = 0
+
+    def __enter__(self) -> Meter:
+        if self.registry is not None:
+            self.registry.__enter__()
+        else:
+            self.base = _requested("current")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.registry is not None:
+            self.registry.__exit__(kind, error, trace)
+        if self.engine is not None:
+            self.engine.on_phase = None
+
+    def attach(self, engine: Engine) -> None:
+        """Follow an engine's phases and learn its batches."""
+        self.engine = engine
+        engine.on_phase = self._enter
+        engine.register_forward_pre_hook(self._note_data, with_kwargs=True)
+
+    # --- watching --------------------------------------------------------------------------------------------------
+
+    def _note_data(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        self.data_names = frozenset(t.untyped_storage()._cdata for t in tensors)
+
+    def _enter(self, phase: str) -> None:
+        self._close_phase()
+        if phase.startswith("forward.") and self.phase in ("idle",):
+            self.peaks, self.boundaries = {"idle": self.peaks.get("idle", 0)}, []
+        self.boundaries.append((self.phase, phase, self._snapshot()))
+        self.phase = phase
+        if self.registry is not None:
+            self.registry.peaks.pop(phase, None)
+            self.registry.enter(phase)
+        else:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _close_phase(self) -> None:
+        measured = self.registry.peaks.get(self.phase, 0) if self.registry is not None else _requested("peak") - self.base
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), measured)
+
+    def _snapshot(self) -> dict[tuple[str, str], int]:
+        """Bytes by (line id, "") for what owners hold, and by (`act`, birth phase) for the rest."""
+        assert self.engine is not None
+        owners: dict[int, str] = {}
+        out: Counter[tuple[str, str]] = Counter()
+        for line, tensor in owned_tensors(self.engine):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in owners:
+                owners[storage._cdata] = line
+                out[line, ""] += storage.nbytes()
+        if self.registry is None:
+            out[ACTIVATIONS, ""] = _requested("current") - self.base - sum(out.values())
+            return dict(out)
+        for record in self.registry.storages():
+            storage = record.ref()
+            if storage is None or storage._cdata in owners:
+                continue
+            birth = "data" if storage._cdata in self.data_names else record.phase
+            out[ACTIVATIONS, birth] += record.nbytes
+        return dict(out)
+
+    # --- comparing -------------------------------------------------------------------------------------------------
+
+    def compare(self, ledger: Ledger) -> Comparison:
+        """The last whole step against a ledger made for this very choice and device."""
+        lines: dict[str, Row] = {}
+        stray: dict[str, Row] = {}
+        index = {p: i for i, p in enumerate(ledger.phases)}
+        for before, after, found in self.boundaries:
+            at = index.get(before)
+            if at is None or index.get(after) != at + 1:
+                continue
+            expected = _expected(ledger, at, by_birth=self.registry is not None)
+            for key in expected.keys() | found.keys():
+                name, want, have = _name(ledger, key, at), expected.get(key, 0), found.get(key, 0)
+                row = Row(name, f"{before} | {after}", want, have)
+                table = lines if key in expected or name in lines else stray
+                if name not in table or abs(row.difference) >= abs(table[name].difference):
+                    table[name] = row
+        peaks = tuple(
+            Row("peak", phase, want, self.peaks[phase])
+            for phase, want in zip(ledger.phases, ledger.per_phase(), strict=True)
+            if phase in self.peaks
+        )
+        return Comparison(tuple(lines.values()), peaks, tuple(r for r in stray.values() if r.measured))
+
+
+def _expected(ledger: Ledger, at: int, *, by_birth: bool) -> dict[tuple[str, str], int]:
+    """What must be alive between phase `at` and the next, keyed as `Meter._snapshot` keys it."""
+    out: Counter[tuple[str, str]] = Counter()
+    for line in ledger.lines:
+        if line.tier != "device" or line.kind == "overhead":
+            continue
+        for first, last in line.spans:
+            if first <= at < last:
+                out[_key(ledger, line.id, line.kind, first, by_birth=by_birth)] += line.nbytes
+    return dict(out)
+
+
+def _key(ledger: Ledger, line_id: str, kind: str, first: int, *, by_birth: bool) -> tuple[str, str]:
+    if kind != "activations":
+        return line_id, ""
+    if not by_birth:
+        return ACTIVATIONS, ""
+    return ACTIVATIONS, "data" if line_id.startswith("data.") else ledger.phases[first]
+
+
+def _name(ledger: Ledger, key: tuple[str, str], at: int) -> str:
+    """What a row is called: the line's id, or the ids of all activation lines that share a birth."""
+    if key[0] != ACTIVATIONS:
+        return key[0]
+    ids = dict.fromkeys(
+        line.id
+        for line in ledger.lines
+        for first, last in line.spans
+        if line.kind == "activations"
+        and first <= at < last
+        and key[1] in ("", _key(ledger, line.id, line.kind, first, by_birth=True)[1])
+    )
+    return " + ".join(ids) or f"born in {key[1]}"
+
+
+def _requested(which: str) -> int:
+    """Bytes that tensors asked the CUDA allocator for, before its rounding."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])

@@ -1,0 +1,118 @@
+"""Every stage trains like one process: losses, gradient norms, and bit for bit between modes that must not matter."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import workload as w
+
+from zplan.runtime.engine import initialize
+
+
+def train(
+    rank: int, world_size: int, arch_name: str, config: dict[str, Any], steps: int, checked: bool
+) -> dict[str, Any]:
+    """Losses and norms of this rank, and the final parameters of the whole model."""
+    arch = w.ARCHS[arch_name]
+    engine, *_ = initialize(
+        model=w.build(arch, config["zplan"]["checkpointing"]), config=config, init=w.fill, checked=checked
+    )
+    accumulation = config["gradient_accumulation_steps"]
+    losses, norms = [], []
+    for step in range(steps):
+        total = 0.0
+        for k in range(accumulation):
+            loss = engine(*w.batch(arch.vocab, step, rank, k))
+            engine.backward(loss)
+            engine.step()
+            total += loss.item() / accumulation
+        losses.append(total)
+        norms.append(engine.grad_norm.item())
+    with engine.summon():
+        params = {n: p.detach().float().numpy().copy() for n, p in engine.module.named_parameters()}
+    gathers = engine.gatherer.num_gathers
+    engine.close()
+    return {"losses": losses, "norms": norms, "params": params, "gathers": gathers}
+
+
+@lru_cache
+def reference(arch: str, steps: int, world_size: int, accumulation: int, dtype: torch.dtype) -> Any:
+    return w.reference(w.ARCHS[arch], steps=steps, world_size=world_size, accumulation=accumulation, dtype=dtype)
+
+
+def close_to_reference(results: list[dict[str, Any]], expected: Any, relative: float, norms: float = 0.0) -> None:
+    for step, (loss, norm) in enumerate(expected):
+        mean = sum(r["losses"][step] for r in results) / len(results)
+        assert mean == pytest.approx(loss, rel=relative), f"loss at step {step}"
+        for r in results:
+            assert r["norms"][step] == pytest.approx(norm, rel=norms or relative), f"gradient norm at step {step}"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp32_equals_one_process(run_ranks, stage, accumulation, world_size, checkpointing):
+    config = w.config(stage, accumulation, checkpointing=checkpointing)
+    results = run_ranks(world_size, train, "llama", config, 10, False)
+    close_to_reference(results, reference("llama", 10, world_size, accumulation, torch.float32), 1e-6)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("arch", ["llama-tied", "gpt2"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tied_models_equal_one_process(run_ranks, stage, arch):
+    results = run_ranks(2, train, arch, w.config(stage, 2, checkpointing="full"), 10, True)
+    close_to_reference(results, reference(arch, 10, 2, 2, torch.float32), 1e-6)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_equals_one_process(run_ranks, stage, accumulation, world_size):
+    """bf16 compute, fp32 masters and sums. One weight that rounds the other way moves a gradient norm by up to 0.4 %."""
+    results = run_ranks(world_size, train, "llama", w.config(stage, accumulation, precision="bf16"), 10, False)
+    close_to_reference(results, reference("llama", 10, world_size, accumulation, torch.bfloat16), 1e-3, norms=1e-2)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("accumulation", "stages"), [(1, (0, 1, 2, 3)), (3, (0, 1)), (3, (2, 3))])
+def test_stages_agree_bit_for_bit(run_ranks, accumulation, stages, precision):
+    """On two ranks a sum has one order, so no stage changes a bit.
+
+    Clipping is off, since the norm is added up in an order of its own. With accumulation, stages 0 and 1 add micro-steps before
+    ranks and stages 2 and 3 ranks before micro-steps.
+    """
+    runs = {}
+    for stage in stages:
+        config = w.config(stage, accumulation, precision=precision, checkpointing="full", clip=0.0, piece=16384)
+        runs[f"stage {stage}"] = run_ranks(2, train, "llama", config, 4, False)
+    config = w.config(stages[-1], accumulation, precision=precision, clip=0.0)
+    runs["one piece a unit"] = run_ranks(2, train, "llama", config, 4, False)
+    same_bits(runs)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_checked_mode_and_ring_size_change_no_bit(run_ranks, stage):
+    runs = {}
+    for checked in (False, True):
+        for slots in (2, 3) if stage == 3 else (2,):
+            config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384, ring_slots=slots)
+            runs[f"{slots} slots, checked {checked}"] = run_ranks(2, train, "llama4", config, 4, checked)
+    same_bits(runs)
+
+
+def same_bits(runs: dict[str, list[dict[str, Any]]]) -> None:
+    first = next(iter(runs.values()))
+    for name, results in runs.items():
+        for r, expected in zip(results, first, strict=True):
+            assert r["losses"] == expected["losses"], name
+            for key, value in r["params"].items():
+                assert (value == expected["params"][key]).all(), f"{name}: {key}"

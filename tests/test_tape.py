@@ -1,0 +1,164 @@
+"""The rules of the tape one by one, each beside what torch does."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zplan.planner.aten import DEVICES, Aten
+from zplan.planner.strides import dense_like, is_dense, row_major, view_strides
+from zplan.planner.tape import PRIME_B, PRIME_T, ROUNDED, WIDTH, Tape, UnitGradients, monomials
+
+
+def start(*, in_place: bool = False) -> tuple[Tape, Aten]:
+    tape = Tape(in_place_accumulation=in_place)
+    return tape, Aten(tape, replace(DEVICES["cpu"], in_place_accumulation=in_place))
+
+
+def peak(tape: Tape, phase: int = -1, b: int = 1, t: int = 1) -> int:
+    scale = monomials(b, t)
+    return max(sum(x * y for x, y in zip(level, scale, strict=True)) for level in tape.levels[phase])
+
+
+def test_a_storage_lives_as_long_as_its_last_view():
+    tape, _ = start()
+    x = tape.new((10,), 4, "x")
+    y = x.alias()
+    tape.enter("one")
+    del x
+    tape.enter("two")
+    assert peak(tape) == 40
+    del y
+    tape.enter("three")
+    assert peak(tape) == 0
+    assert [(s.born, s.died) for s in tape.storages] == [(0, 2)]
+
+
+def test_levels_are_exact_for_every_batch_and_sequence():
+    tape, _ = start()
+    tape.enter("one")
+    kept = [tape.new((PRIME_B, PRIME_T, 3), 2, "a"), tape.new((PRIME_B, 5, PRIME_T, PRIME_T), 4, "b")]
+    kept += [tape.new((7,), 4, "c"), tape.new((PRIME_T, 3), 8, "d")]
+    tape.close()
+    for b, t in ((1, 1), (3, 7), (64, 8192)):
+        assert peak(tape, b=b, t=t) == b * t * 6 + b * 5 * t * t * 4 + 28 + t * 24
+    kept.clear()
+
+
+def test_kernel_bytes_count_in_their_own_half():
+    tape, _ = start()
+    tape.enter("one")
+    held = tape.new((PRIME_T,), 4, "tensor"), tape.workspace(10, 4, "tiles", rounded=True)
+    tape.close()
+    (level,) = (v for v in tape.levels[-1] if any(v))
+    assert level[WIDTH + ROUNDED] == 40
+    assert peak(tape, b=2, t=129) == 4 * 129 + 40 * 2 * 256
+    del held
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_two_gradients_of_one_value_are_added_up(in_place):
+    tape, op = start(in_place=in_place)
+    x = op.scale(tape.parameter((100,), 4, UnitGradients("u")))
+    loss = op.add(op.unary(x, "silu"), op.unary(x, "silu"))
+    del x
+    tape.backward(loss)
+    assert [s.label for s in tape.storages].count("grad.sum") == (0 if in_place else 1)
+
+
+def test_a_shared_gradient_is_never_added_in_place():
+    """Both inputs of the add get the same gradient; the first to arrive at x must not be overwritten by the second."""
+    tape, op = start(in_place=True)
+    x = op.scale(tape.parameter((100,), 4, UnitGradients("u")))
+    loss = op.add(x, x)
+    del x
+    tape.enter("backward.loss")
+    tape.backward(loss)
+    assert [s.label for s in tape.storages].count("grad.sum") == 1
+
+
+def test_the_ready_node_that_was_recorded_last_runs_first():
+    tape, op = start()
+    unit = UnitGradients("u")
+    weight = tape.parameter((100,), 4, unit)
+    a, b = op.scale(weight), op.unary(weight, "silu")
+    loss = op.add(a, b)
+    assert a.node is not None
+    assert b.node is not None
+    a.node.on_gradient, b.node.on_gradient = "a", "b"
+    del a, b
+    tape.backward(loss)
+    assert tape.phases == ["idle", "b", "a", "reduce.u"]
+
+
+def test_checkpoint_keeps_inputs_only_and_stops_early():
+    tape, op = start()
+    weight = tape.parameter((100,), 4, UnitGradients("u"))
+    calls = []
+
+    def run(x):
+        calls.append("start")
+        x = op.unary(op.unary(x, "silu"), "silu")
+        calls.append("saved all")
+        x = op.scale(x)
+        return x
+
+    x = op.scale(weight)
+    out = tape.checkpoint(run, x)
+    tape.enter("held")
+    assert peak(tape) == 800, "input and output"
+    tape.backward(out)
+    assert calls == ["start", "saved all", "start"], "the last save ends the recompute, before its op runs"
+
+
+def test_checkpoint_takes_each_recomputed_value_once():
+    tape, op = start()
+    weight = tape.parameter((10,), 4, UnitGradients("u"))
+    out = tape.checkpoint(lambda x: op.unary(op.unary(x, "silu"), "silu"), op.scale(weight))
+    tape.backward(out)
+    del out
+    tape.enter("after")
+    assert peak(tape) == 0, "nothing that was recomputed outlives the backward"
+
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@given(shapes, st.randoms(use_true_random=False))
+def test_view_strides_are_torchs(shape, random):
+    dims = list(range(len(shape)))
+    random.shuffle(dims)
+    x = torch.empty(shape).permute(dims)
+    if random.random() < 0.5:
+        x = x[..., : random.randint(1, x.shape[-1])]
+    numel, new = x.numel(), []
+    while numel > 1 and len(new) < 3:
+        n = random.choice([d for d in range(1, numel + 1) if numel % d == 0])
+        new.append(n)
+        numel //= n
+    new.append(numel)
+    ours = view_strides(tuple(x.shape), x.stride(), new)
+    try:
+        theirs = x.view(new)
+    except RuntimeError:
+        assert ours is None
+        return
+    assert ours is not None
+    assert [s for s, n in zip(ours, new, strict=True) if n > 1] == [
+        s for s, n in zip(theirs.stride(), new, strict=True) if n > 1
+    ]
+
+
+@given(shapes, st.randoms(use_true_random=False))
+def test_memory_order_is_torchs(shape, random):
+    dims = list(range(len(shape)))
+    random.shuffle(dims)
+    x = torch.empty([2 * n + 1 for n in shape]).permute(dims)
+    if random.random() < 0.5:
+        x = x[..., :-1]
+    theirs = torch.empty_like(x).stride()
+    assert dense_like(tuple(x.shape), x.stride()) == theirs
+    assert is_dense(tuple(x.shape), theirs)
+    assert row_major(tuple(x.shape)) == torch.empty(x.shape).stride()
