@@ -73,8 +73,8 @@ def standard_library_text(limit: int = TEXT_BYTES) -> str:
     return "".join(parts)
 
 
-def demo(folder: Path, *, num_steps: int, seed: int) -> tuple[Outcome, str]:
-    """Plan, train on two CPU ranks at stage 3, compare; returns the outcome and a closing text."""
+def write_inputs(folder: Path) -> Path:
+    """Text, model and plan; returns the plan's path."""
     open_folder(folder)
     config = json.dumps(MODEL, indent=2) + "\n"
     write_files({str(folder / "text.txt"): standard_library_text(), str(folder / "model" / "config.json"): config})
@@ -93,8 +93,14 @@ def demo(folder: Path, *, num_steps: int, seed: int) -> tuple[Outcome, str]:
         offline=True,
     )
     save_plan(plan, folder / "plan.json")
+    return folder / "plan.json"
+
+
+def demo(folder: Path, *, num_steps: int, seed: int) -> tuple[Outcome, str]:
+    """Plan, train on two CPU ranks at stage 3, compare; returns the outcome and a closing text."""
+    plan = write_inputs(folder)
     wanted = Training(folder / "text.txt", num_steps, seed=seed, tokenizer="bytes", print_every=max(1, num_steps // 10))
-    outcome = train(folder / "plan.json", wanted)
+    outcome = train(plan, wanted)
     steps = "".join(json.dumps(s) + "\n" for s in outcome.steps)
     write_files({str(folder / "steps.jsonl"): steps, str(folder / "bytes.txt"): outcome.table(0.0) + "\n"})
     return outcome, closing(folder, outcome)

@@ -7,19 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zplan.planner.errors import ZplanError
+from zplan.planner.units import format_small
 
 if TYPE_CHECKING:
     import torch
 
     from zplan.planner.ledger import Ledger
 
-GIB = 2**30
-
 CGROUP = Path("/sys/fs/cgroup")
-
-
-def gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
 
 
 def require_torch() -> None:
@@ -72,7 +67,7 @@ def available_host_bytes() -> int:
 
 
 def process_bytes() -> int:
-    """Host memory that a rank takes before it holds any tensor: measured on this process, which has torch loaded too."""
+    """Host memory that a rank takes before it holds any tensor, measured on this process, which has torch loaded too."""
     import psutil
 
     return int(psutil.Process().memory_full_info().uss)
@@ -91,8 +86,8 @@ def check_host_memory(world_size: int, peak_bytes: int, *, available: int, base:
     need = world_size * (peak_bytes + base)
     if need > available:
         raise ZplanError(
-            f"{world_size} ranks need {gib(need)} of host memory ({gib(peak_bytes)} each by the plan and {gib(base)} for "
-            f"Python and torch) and {gib(available)} is available",
+            f"{world_size} ranks need {format_small(need)} of host memory and {format_small(available)} is available: "
+            f"each takes {format_small(peak_bytes)} by the plan and {format_small(base)} for Python and torch",
             "close other programs, or plan with a smaller micro-batch, a shorter --seq or --checkpointing full",
         )
 
@@ -105,14 +100,14 @@ ALREADY = ("overhead.driver", "overhead.context")
 
 
 def check_device_memory(ledger: Ledger, device: torch.device) -> None:
-    """Called by a rank that has nothing on its GPU yet but the CUDA context: the plan's peak must fit in what is free."""
+    """Called by a rank with nothing but a CUDA context on its GPU yet: the plan's peak must fit in what is free."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
     need = ledger.peak_bytes() - sum(x.total_bytes for x in ledger.lines if x.id in ALREADY)
     if need > free:
         raise ZplanError(
-            f"GPU {device.index} has {gib(free)} of {gib(total)} free and the plan's peak needs {gib(need)}",
+            f"GPU {device.index} has {format_small(free)} of {format_small(total)} free and the plan's peak needs {format_small(need)}",
             "end what else runs on that GPU (see nvidia-smi), or plan with a smaller --mem",
         )
 
@@ -125,6 +120,7 @@ def limit_device_memory(cap_bytes: int, ledger: Ledger, device: torch.device) ->
     total = torch.cuda.get_device_properties(device).total_memory
     if not outside < cap_bytes <= total:
         raise ZplanError(
-            f"--cap {gib(cap_bytes)} is not between the {gib(outside)} that context and NCCL take and this card's {gib(total)}"
+            f"--cap {format_small(cap_bytes)} is not between the {format_small(outside)} that context and NCCL take "
+            f"and the {format_small(total)} of this card"
         )
     torch.cuda.set_per_process_memory_fraction((cap_bytes - outside) / total, device)

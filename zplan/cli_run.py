@@ -18,7 +18,7 @@ DATA_HELP = "Text: a file, or a folder of .txt and .jsonl files."
 TOKENIZER = click.option(
     "--tokenizer",
     metavar="FOLDER|bytes",
-    help="A model folder with a tokenizer.json, or `bytes`. Left out: the plan's model folder where it has one, else bytes.",
+    help="A folder with a tokenizer.json, or `bytes`.  [default: the plan's model folder where it has one, else bytes]",
 )
 
 
