@@ -22,7 +22,6 @@ OPTION = {
     "attention": "--attention",
     "device": "--device",
     "ring_slots": "`ring_slots`",
-    "reduce_slots": "`reduce_slots`",
     "piece_numel": "`reduce_bucket_size`",
 }
 """What fixes a choice, and what it is called."""

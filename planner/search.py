@@ -123,7 +123,7 @@ class Search:
 
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""
-        names = ("precision", "attention", "ring_slots", "reduce_slots", "piece_numel", "device")
+        names = ("precision", "attention", "ring_slots", "piece_numel", "device")
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         return Choice(
             stage=stage,

@@ -95,7 +95,6 @@ _DEFAULTS: dict[str, str] = {
     "attention": "torch's fused attention keeps no score matrix",
     "ring_slots": "one block computes while the next is gathered",
     "piece_numel": "128 MiB in fp32: long enough for full bandwidth",
-    "reduce_slots": "one piece is filled while the other is reduced",
     "device": "a GPU unless --device cpu",
 }
 """Choices with a plain default, and why that default."""
