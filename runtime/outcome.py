@@ -95,18 +95,17 @@ class Outcome:
             return "bytes were not measured: that takes two steps, and this run had one"
         shown = self.worst(tolerance)
         rows = [x.cells() for x in sorted(shown.lines, key=_order)]
-        rows += [(f"not in the plan: {x.name}", *x.cells()[1:]) for x in shown.stray]
+        rows += _first([(f"not in the plan: {x.name}", *x.cells()[1:]) for x in shown.stray])
+        off = [x for x in shown.peaks if x != shown.peak and x.outside(tolerance)]
+        rows += [_peak_row(shown.peak), *_first([_peak_row(x) for x in off])]
         body = tabulate(
-            [*rows, *(_peak_row(x) for x in self._peaks(shown, tolerance))],
+            rows,
             headers=("rank " + str(shown.rank), "predicted B", "measured B", "difference"),
             colalign=("left", "right", "right", "right"),
             disable_numparse=True,
             tablefmt="simple",
         )
         return f"{body}\n\n{self.verdict(tolerance)}"
-
-    def _peaks(self, shown: Measured, tolerance: float) -> list[Line]:
-        return [shown.peak, *(x for x in shown.peaks if x != shown.peak and x.outside(tolerance))]
 
     def verdict(self, tolerance: float) -> str:
         """One sentence over all ranks, lines and phases."""
@@ -120,7 +119,18 @@ class Outcome:
         return f"{what}: {count} not equal {within}, on ranks {', '.join(map(str, ranks_off))}"
 
 
-def _peak_row(x: Line) -> tuple[str, str, str, str]:
+Cells = tuple[str, str, str, str]
+
+SHOWN = 8
+"""Rows of one kind of difference that a table shows; `--json` has all."""
+
+
+def _first(rows: list[Cells]) -> list[Cells]:
+    more = len(rows) - SHOWN
+    return rows[:SHOWN] + ([(f"... and {more} more such rows", "", "", "")] if more > 0 else [])
+
+
+def _peak_row(x: Line) -> Cells:
     return (f"peak of `{x.where}`", *x.cells()[1:])
 
 

@@ -47,6 +47,13 @@ def test_the_table_shows_the_worst_rank():
     ]
 
 
+def test_long_lists_of_differences_are_cut():
+    peaks = tuple(Line("peak", f"forward.blocks.{i}", 10, 11) for i in range(30))
+    text = Outcome((), (Measured(0, "cpu", (), peaks, ()),)).table(0.0)
+    assert text.count("peak of `forward.blocks.") == 9 and "... and 21 more such rows" in text
+    assert "30 not equal to the byte" in text
+
+
 def test_verdict_when_all_is_equal():
     assert Outcome((), (rank(0), rank(1))).verdict(0.0) == (
         "2 ranks, 2 lines, 2 phases: measured equals predicted to the byte"
