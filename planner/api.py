@@ -16,6 +16,7 @@ from zplan.planner.request import Request, make_request
 from zplan.planner.search import STAGES, Row, Search
 from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import textbook_states
+from zplan.planner.units import format_percent
 from zplan.planner.verdict import Decision, Verdict, decisions, judge
 
 if TYPE_CHECKING:
@@ -248,7 +249,9 @@ def make_plan(request: Request) -> Plan:
         raise DoesNotFit(judge(row, search.single()).text.rstrip("."), hint)
     notes = _notes(search)
     if search.model.assumed:
-        notes = (*notes, f"the plan is for the assumed shape itself: {search.model.spec.num_params:,} parameters")
+        missing, asked = search.model.missing_params, search.model.num_params
+        count = f"{search.model.spec.num_params:,} parameters, {format_percent(missing, asked)} fewer than asked"
+        notes = (*notes, f"the plan is for the assumed shape itself: {count}")
     return Plan(
         asked=dict(request.asked),
         decisions=decisions(search, row, rows),

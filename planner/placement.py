@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
@@ -43,6 +44,12 @@ def shards_states(choice: Choice) -> bool:
 
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     """Placement of every unit that has parameters, in forward order."""
+    # A search asks for many choices that differ only in what moves no parameter.
+    return _place(spec, replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa"))
+
+
+@lru_cache(maxsize=64)
+def _place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     return place_units([u for u in spec.units if u.params], choice, tied=frozenset())
 
 

@@ -29,8 +29,11 @@ def remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
     found = tuple(_changes(search, c, ""))
     lean = replace(c, stage=3 if c.world_size > 1 else c.stage, checkpointing="full")
     if not found and lean != c:
-        prefix = "--stage 3 --checkpointing full " if c.world_size > 1 else "--checkpointing full "
-        found = tuple(_changes(search, lean, prefix))
+        words = "stage 3 and full checkpointing" if c.world_size > 1 else "full checkpointing"
+        option = "--stage 3 --checkpointing full" if c.world_size > 1 else "--checkpointing full"
+        row = search.row(lean)
+        both = (Remedy(words, option, row.peak_bytes, row.spare_bytes),) if row.fits else ()
+        found = (*both, *_changes(search, lean, f"{option} "))
     card = _larger_card(row)
     return (*found, card) if card else found
 

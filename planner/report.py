@@ -5,6 +5,7 @@ Colour only repeats what the words say.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ KINDS = ("states", "buffers", "activations", "overhead")
 
 SMALL = 2**30 // 200
 """Bytes below which a line would show as 0.00 GiB; such lines are summed up."""
+
+WIDTH = 112
+"""Columns of running text."""
 
 GREEN, RED = "32", "31"
 
@@ -51,7 +55,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Ite
 
 def report(e: Estimate, *, colour: bool = False) -> str:
     """The text of an estimate."""
-    verdict = e.verdict.text
+    verdict = "\n".join(textwrap.wrap(e.verdict.text, WIDTH))
     if colour:
         verdict = f"\033[{GREEN if e.fits else RED}m{verdict}\033[0m"
     parts = [[verdict], _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e), _not_counted()]

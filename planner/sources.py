@@ -9,7 +9,7 @@ from typing import Any
 
 from zplan.planner.errors import ZplanError
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
-from zplan.planner.units import format_count, format_percent
+from zplan.planner.units import format_count
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,7 @@ def _assumed(params: int) -> Model:
 
     arch = solve_shape(params)
     spec = ModelSpec(f"llama-like-{format_count(params).replace(',', '').lower()}", decoder_units(arch), arch)
-    missing = params - spec.num_params
-    note = (
-        f"the shape has {spec.num_params:,} parameters, {missing:,} ({format_percent(missing, params)}) "
-        f"fewer than {format_count(params)}"
-    )
-    return Model(
-        spec, "shape assumed for the count", assumed=True, stated_params=params, notes=(note,) if missing else ()
-    )
+    return Model(spec, "shape assumed for the count", assumed=True, stated_params=params)
 
 
 def _named(name: str, *, offline: bool) -> Model:
