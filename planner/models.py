@@ -58,6 +58,8 @@ class Architecture:
     rope_theta: float = 10000.0
     rope_scaling: tuple[tuple[str, float | str], ...] = ()
     """Items of the config's `rope_scaling`, sorted by key; empty for none."""
+    window: int | None = None
+    """Tokens of a sliding attention window. Sequences up to it see everything, so only longer ones would differ."""
 
 
 @dataclass(frozen=True)

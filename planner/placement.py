@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
@@ -43,6 +44,12 @@ def shards_states(choice: Choice) -> bool:
 
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     """Placement of every unit that has parameters, in forward order."""
+    # A search asks for many choices that differ only in what moves no parameter.
+    return _place(spec, replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa"))
+
+
+@lru_cache(maxsize=64)
+def _place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     return place_units([u for u in spec.units if u.params], choice, tied=frozenset())
 
 
@@ -76,14 +83,16 @@ def _lay_out_all(units: Sequence[Unit], choice: Choice) -> list[UnitLayout]:
 
 
 def _size_classes(units: Sequence[Unit], layouts: Sequence[UnitLayout]) -> list[str]:
-    """`block` for the first size met of a kind, `block2` for the next, and so on."""
-    known: dict[str, list[tuple[int, int]]] = {}
+    """A block's class is `block` for the first size met, `block2` for the next; other units are classes of their own."""
+    sizes: list[tuple[int, int]] = []
     out = []
     for u, lay in zip(units, layouts, strict=True):
+        if u.kind != "block":
+            out.append(u.name)
+            continue
         size = (lay.padded_numel, lay.numel)
-        sizes = known.setdefault(u.kind, [])
         if size not in sizes:
             sizes.append(size)
         at = sizes.index(size)
-        out.append(u.kind if at == 0 else f"{u.kind}{at + 1}")
+        out.append("block" if at == 0 else f"block{at + 1}")
     return out

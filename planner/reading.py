@@ -39,7 +39,7 @@ def parse_json(text: str, source: str) -> dict[str, Any]:
     except json.JSONDecodeError as e:
         if not text.strip():
             raise ZplanError(f"`{source}` is empty", "write the file again") from None
-        cut = e.pos >= len(text.rstrip())
+        cut = text.lstrip().startswith("{") and (e.pos >= len(text.rstrip()) or not text.rstrip().endswith("}"))
         what = "ends in the middle, so it was cut short" if cut else f"is not valid JSON: {e.msg}"
         raise ZplanError(
             f"`{source}` {what} (line {e.lineno}, column {e.colno})",

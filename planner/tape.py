@@ -205,6 +205,7 @@ class Tape:
         self._grew = False
         self._seq = 0
         self._frame: Frame | None = None
+        self._retained: list[Value] = []
 
     # Storages
 
@@ -356,6 +357,7 @@ class Tape:
                 if not waiting[edge.node]:
                     pushed += 1
                     heapq.heappush(ready, (-edge.node.seq, pushed, edge.node))
+        self._retained.clear()
 
     def _call(self, node: Node, gradients: Gradients) -> Gradients:
         outputs = node.backward(gradients, [self._unpack(s) for s in node.saved])
@@ -391,8 +393,10 @@ class Tape:
         gradient.storage.label = PARAMETER_GRADIENT
         unit.arrived.append(gradient.alias())
         if len(unit.arrived) == unit.missing:
+            # The runtime holds a unit's gradients until the next unit's have landed.
+            self._retained.clear()
             self.enter(f"reduce.{unit.name}")
-            unit.arrived.clear()
+            self._retained, unit.arrived = unit.arrived, []
         return []
 
     def close(self) -> None:

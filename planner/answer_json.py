@@ -1,0 +1,86 @@
+"""An estimate as one JSON document, in exact bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from zplan.planner.search import Row
+from zplan.planner.textbook import TEXTBOOK, runtime_rate
+from zplan.planner.writing import render
+
+if TYPE_CHECKING:
+    from zplan.planner.api import Estimate
+
+
+SCHEMA_VERSION = 1
+
+
+def estimate_json(e: Estimate) -> str:
+    """The document `zplan estimate --json` prints."""
+    from zplan import __version__
+    from zplan.planner.api import NOT_COUNTED
+
+    arch = e.model.arch
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "zplan_version": __version__,
+        "fits": e.fits,
+        "peak_bytes": e.peak_bytes,
+        "verdict": asdict(e.verdict),
+        "asked": dict(e.request.asked),
+        "chosen": [asdict(d) for d in e.decisions],
+        "model": {
+            "name": e.model.spec.name,
+            "source": e.model.source,
+            "assumed": e.model.assumed,
+            "num_params": e.model.num_params,
+            "shape_num_params": e.model.spec.num_params,
+            "architecture": {**asdict(arch), "rope_scaling": dict(arch.rope_scaling)},
+        },
+        "hardware": {**asdict(e.hardware), "notes": list(e.hardware.notes)},
+        "textbook": [
+            {"stage": s, "states_bytes": n, "formula": r.formula(), "sent_bytes": t}
+            for s, (n, r, t) in enumerate(zip(e.textbook(), TEXTBOOK, e.textbook_traffic(), strict=True))
+        ],
+        "stages": [
+            {**row_json(r), "gather_bytes": t.gather_bytes, "reduce_bytes": t.reduce_bytes}
+            for r, t in zip(e.rows, e.traffic, strict=True)
+        ],
+        "one_gpu": row_json(e.single),
+        "longest_seq": e.longest_seq,
+        "remedies": [asdict(r) for r in e.remedies],
+        "lines": [
+            {**asdict(x), "spans": len(x.spans), "live_at_peak": n}
+            for x, n in _with_counts(e.row)
+        ],
+        "not_counted": list(NOT_COUNTED),
+        "notes": list(e.notes),
+    }
+    return render(document) + "\n"
+
+
+def row_json(row: Row) -> dict[str, Any]:
+    """One stage's row."""
+    kinds = row.ledger.kind_at_peak()
+    return {
+        "stage": row.choice.stage,
+        "world_size": row.choice.world_size,
+        "checkpointing": row.choice.checkpointing,
+        "micro_batch": row.choice.micro_batch,
+        "accumulation": row.choice.accumulation,
+        "seq": row.choice.seq,
+        "rate": runtime_rate(row.choice).formula(),
+        **{f"{kind}_bytes": kinds.get(kind, 0) for kind in ("states", "buffers", "activations", "overhead")},
+        "peak_bytes": row.peak_bytes,
+        "peak_phase": row.peak_phase,
+        "capacity_bytes": row.capacity_bytes,
+        "spare_bytes": row.spare_bytes,
+        "fits": row.fits,
+    }
+
+
+def _with_counts(row: Row) -> list[tuple[Any, int]]:
+    """Every line with the instances alive in the peak phase."""
+    live = {(x.id, x.tier): n for x, n in row.ledger.live(row.peak_phase)}
+    return [(x, live.get((x.id, x.tier), 0)) for x in row.ledger.lines]

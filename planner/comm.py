@@ -1,0 +1,86 @@
+"""Bytes that one rank sends per optimizer step, exact for zplan's runtime, and as textbooks count them.
+
+A ring gather or reduce-scatter of S bytes over N ranks sends S (N - 1) / N from each; an all-reduce is both. Flat units
+are padded to a multiple of N, so the division is exact. Every rank receives as much as it sends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zplan.planner.config import REDUCE_ITEMSIZE, Choice
+from zplan.planner.models import ModelSpec
+from zplan.planner.placement import Placement, place, shards_states
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes sent by one rank in one optimizer step, all micro-steps included."""
+
+    gather_bytes: int
+    """Parameters, in the compute dtype."""
+    reduce_bytes: int
+    """Gradients, in fp32."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.gather_bytes + self.reduce_bytes
+
+
+def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | None = None) -> Traffic:
+    """What the runtime moves for a choice.
+
+    Stage 0 all-reduces whole fp32 gradients at the last micro-step; stage 1 reduce-scatters them there, stages 2 and 3
+    at every micro-step. Stages 1 and 2 gather every unit once, after the step. At stage 3 so do resident units; the
+    others are gathered as `ring_gathers` says.
+    """
+    n, k = choice.world_size, choice.accumulation
+    if n == 1:
+        return Traffic(0, 0)
+    if placements is None:
+        placements = place(spec, choice)
+    sent = sum(p.layout.padded_numel for p in placements) // n * (n - 1)
+    if not shards_states(choice):
+        return Traffic(0, 2 * sent * REDUCE_ITEMSIZE)
+    ringed = Counter(p.size_class for p in placements if p.ringed)
+    numel = {p.size_class: p.layout.padded_numel for p in placements if p.ringed}
+    resident = sum(p.layout.padded_numel for p in placements if not p.ringed)
+    gathered = resident + sum(
+        numel[name] * ring_gathers(count, choice.ring_slots, accumulation=k) for name, count in ringed.items()
+    )
+    reduces = 1 if choice.stage == 1 else k
+    return Traffic(gathered // n * (n - 1) * choice.itemsize, reduces * sent * REDUCE_ITEMSIZE)
+
+
+def ring_gathers(blocks: int, slots: int, *, accumulation: int) -> int:
+    """Gathers per optimizer step of `blocks` equal blocks that share `slots` slots.
+
+    Each micro-step runs the blocks up and down. The last ones up are still in their slots on the way down, and the last
+    ones down at the next micro-step: every turn but the one at the step, where all values change, saves `slots`.
+
+    Examples
+    --------
+    >>> ring_gathers(32, 2, accumulation=1), ring_gathers(32, 2, accumulation=4)
+    (62, 242)
+    """
+    passes = 2 * accumulation
+    return passes * blocks - (passes - 1) * slots
+
+
+def textbook_volume(stage: int, accumulation: int) -> int:
+    """Volume per optimizer step in units of P (N - 1) / N elements, as the ZeRO paper counts, with accumulation.
+
+    Examples
+    --------
+    >>> [textbook_volume(s, 1) for s in range(4)], [textbook_volume(s, 4) for s in range(4)]
+    ([2, 2, 2, 3], [2, 2, 5, 12])
+    """
+    return (2, 2, accumulation + 1, 3 * accumulation)[stage]
+
+
+def textbook_traffic(num_params: int, stage: int, *, world_size: int, accumulation: int = 1, itemsize: int = 2) -> int:
+    """Bytes that textbooks count as sent by one rank: `textbook_volume` with everything in 16 bits."""
+    elements = textbook_volume(stage, accumulation) * num_params * (world_size - 1)
+    return -(-elements * itemsize // world_size)

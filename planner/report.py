@@ -1,0 +1,222 @@
+"""Estimates and plans as text: the verdict first, then the tables, the choice, and what is not counted.
+
+Colour only repeats what the words say.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from zplan.planner.comm import textbook_volume
+from zplan.planner.search import Row
+from zplan.planner.textbook import TEXTBOOK
+from zplan.planner.units import format_count, format_gb, format_gib, format_percent, format_small
+
+if TYPE_CHECKING:
+    from zplan.planner.api import Estimate
+    from zplan.planner.ledger import Line
+    from zplan.planner.plan_file import Plan
+    from zplan.planner.verdict import Decision
+
+RULE_OF_THUMB = 60
+"""Per cent of the card that habit gives to model states."""
+
+KINDS = ("states", "buffers", "activations", "overhead")
+
+SMALL = 2**30 // 200
+"""Bytes below which a line would show as 0.00 GiB; such lines are summed up."""
+
+WIDTH = 112
+"""Columns of running text."""
+
+GREEN, RED = "32", "31"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
+    """Lines of a table, indented by two.
+
+    Parameters
+    ----------
+    head
+        Column titles; when all are empty there is no title line.
+    rows
+        Cells.
+    align
+        One letter a column: `l` or `r`.
+    """
+    shown = [head, *rows] if any(head) else rows
+    widths = [max(len(r[i]) for r in shown) for i in range(len(head))]
+    for row in shown:
+        cells = [c.ljust(w) if a == "l" else c.rjust(w) for c, w, a in zip(row, widths, align, strict=True)]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def report(e: Estimate, *, colour: bool = False) -> str:
+    """The text of an estimate."""
+    verdict = "\n".join(textwrap.wrap(e.verdict.text, WIDTH))
+    if colour:
+        verdict = f"\033[{GREEN if e.fits else RED}m{verdict}\033[0m"
+    parts = [[verdict], _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e), _not_counted()]
+    return "\n\n".join("\n".join(p) for p in parts) + "\n"
+
+
+def _question(e: Estimate) -> list[str]:
+    """The model and the machine."""
+    a, m = e.model.arch, e.model
+    kv = "" if a.kv_heads == a.heads else f" ({a.kv_heads} key-value)"
+    tied = ", tied head" if a.tied else ""
+    heads = f"{a.heads} heads{kv} of {a.head_dim}"
+    shape = f"{a.layers} layers x {a.hidden}, {heads}, feed-forward {a.ffn}, vocabulary {a.vocab}{tied}"
+    if m.assumed:
+        out = [
+            f"Model     {format_count(m.num_params)} parameters; the shape is assumed: Llama-like,",
+            f"          {shape}",
+        ]
+    else:
+        out = [
+            f"Model     {m.spec.name}, {format_count(m.num_params)} parameters, from {m.source}",
+            f"          {a.family}: {shape}",
+        ]
+    if m.missing_params:
+        share = format_percent(m.missing_params, m.num_params)
+        out.append(f"          it has {m.spec.num_params:,}; the line states.remainder stands for the other {share}")
+    out.append(f"Machine   {e.hardware.told()}")
+    if e.hardware.host_mem_bytes:
+        out.append(f"Host      {format_gib(e.hardware.host_mem_bytes)} GiB a node; nothing of this plan lies there")
+    return out
+
+
+def _textbook(e: Estimate) -> list[str]:
+    """Model states and volume as textbooks count them, and what habit concludes."""
+    rows, below = [], []
+    for stage, (nbytes, rate, sent) in enumerate(zip(e.textbook(), TEXTBOOK, e.textbook_traffic(), strict=True)):
+        habit = nbytes * 100 <= e.hardware.mem_bytes * RULE_OF_THUMB
+        below += [stage] if habit else []
+        volume = f"{textbook_volume(stage, e.rows[stage].choice.accumulation)}P"
+        share = f"{100 * nbytes / e.hardware.mem_bytes:.0f} %"
+        rows.append([str(stage), rate.formula(), format_gb(nbytes), format_gib(nbytes), share, volume, format_gb(sent)])
+    by_habit = f"stage {below[0]}" if below else "no stage"
+    computed = f"stage {e.row.choice.stage}" if e.fits else "no stage"
+    rule = f"Rule of thumb, states at most {RULE_OF_THUMB} % of the card: {by_habit}"
+    return [
+        f"Textbook: model states of one GPU (P = {format_count(e.model.num_params)}, N = {e.hardware.world_size})",
+        *table(["stage", "formula", "GB", "GiB", "of card", "sends", "GB a step"], rows, "llrrrrr"),
+        f"  {rule}. All lines counted, below: {computed}.",
+    ]
+
+
+def _runtime(e: Estimate) -> list[str]:
+    """What the runtime holds, by stage."""
+    rows = [_runtime_row(r, t.total_bytes, picked=r is e.row) for r, t in zip(e.rows, e.traffic, strict=True)]
+    c = e.row.choice
+    head = ["stage", "checkpt", "batch", *KINDS, "peak", "of card", "sent GB", "fits", "peak phase"]
+    return [
+        f"zplan's runtime: GiB of one GPU in its peak phase ({c.precision}, sequence {c.seq}; "
+        "batch = micro-batch x accumulation)",
+        *table(head, rows, "lllrrrrrrrll"),
+    ]
+
+
+def _runtime_row(row: Row, sent: int, *, picked: bool) -> list[str]:
+    kinds = row.ledger.kind_at_peak()
+    return [
+        f"{row.choice.stage}{' *' if picked else ''}",
+        row.choice.checkpointing,
+        f"{row.choice.micro_batch} x {row.choice.accumulation}",
+        *(format_gib(kinds.get(kind, 0)) for kind in KINDS),
+        format_gib(row.peak_bytes),
+        f"{100 * row.peak_bytes / row.capacity_bytes:.0f} %",
+        format_gb(sent),
+        f"yes, {format_gib(row.spare_bytes)} spare" if row.fits else f"no, {format_gib(-row.spare_bytes)} over",
+        row.peak_phase,
+    ]
+
+
+def _choice(e: Estimate) -> list[str]:
+    """The choice with its reasons; how far it reaches, or what would make it fit."""
+    out = ["The choice (* above)" if e.fits else "The nearest choice (* above), which does not fit"]
+    out += decision_rows(e.decisions)
+    if e.fits:
+        out.append(f"  Longest sequence that fits: {e.longest_seq:,} tokens ({_limit_of_seq(e)}).")
+    for i, r in enumerate(e.remedies):
+        lead = "Would fit with" if i == 0 else "            or"
+        out.append(f"  {lead} {r.what}: {format_gib(r.spare_bytes)} GiB to spare ({r.option})")
+    if not e.fits and not e.remedies:
+        out.append("  No change that zplan can run makes it fit.")
+    return out
+
+
+def decision_rows(decisions: Sequence[Decision]) -> Iterator[str]:
+    """Every value, whether it was asked or chosen, and why."""
+    rows = [[d.name.replace("_", "-"), _value(d.value), "chosen" if d.chosen else "asked", d.reason] for d in decisions]
+    return table(["", "", "", ""], rows, "llll")
+
+
+def _value(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) and value >= 10**6 else str(value)
+
+
+def _limit_of_seq(e: Estimate) -> str:
+    if e.model.assumed:
+        return "in steps of 128; an assumed shape has no limit of its own"
+    a = e.model.arch
+    return "the model's limit" if e.longest_seq == min(a.max_seq, a.window or a.max_seq) else "in steps of 128"
+
+
+def _lines(e: Estimate) -> list[str]:
+    """The ledger of the choice in its peak phase, largest first."""
+    live = sorted(e.row.ledger.live(e.row.peak_phase), key=lambda found: -found[0].nbytes * found[1])
+    shown = [(x, n) for x, n in live if n * x.nbytes >= SMALL]
+    rows = [[x.id, x.kind, _times(n, x.nbytes), format_gib(n * x.nbytes), _source(x)] for x, n in shown]
+    small = sum(n * x.nbytes for x, n in live[len(shown) :])
+    if small:
+        rows.append([f"{len(live) - len(shown)} smaller lines", "", "", format_gib(small), "--json lists them"])
+    rows.append(["total", "", "", format_gib(e.row.peak_bytes), f"{e.row.peak_bytes:,} bytes"])
+    return [
+        f"Lines of stage {e.row.choice.stage} in its peak phase, {e.row.peak_phase}",
+        *table(["line", "kind", "bytes", "GiB", "source"], rows, "llrrl"),
+    ]
+
+
+def _times(count: int, nbytes: int) -> str:
+    return f"{count} x {format_small(nbytes)}" if count > 1 else format_small(nbytes)
+
+
+def _source(line: Line) -> str:
+    return f"{line.source}: {line.note}" if line.note else line.source
+
+
+def _not_counted() -> list[str]:
+    from zplan.planner.api import NOT_COUNTED
+
+    return ["Not counted", *(f"  - {x}" for x in NOT_COUNTED)]
+
+
+def plan_report(plan: Plan, files: Sequence[str]) -> str:
+    """What `zplan plan` prints: the choice, what it needs, and where it was written."""
+    c = plan.choice
+    spare = format_gib(plan.hardware.mem_bytes - plan.peak_bytes)
+    batch = f"micro-batch {c.micro_batch} x accumulation {c.accumulation} x {c.world_size} = {c.global_batch} sequences"
+    out = [
+        f"Stage {c.stage}, checkpointing {c.checkpointing}, {batch} of {c.seq} tokens",
+        f"Peak {format_gib(plan.peak_bytes)} GiB in phase {plan.ledger.peak_phase()}, {spare} GiB to spare "
+        f"({plan.hardware.told()})",
+        "",
+        *decision_rows((*plan.decisions, *_setting_rows(plan))),
+        "",
+        *(f"wrote {name}" for name in files),
+    ]
+    return "\n".join(out) + "\n"
+
+
+def _setting_rows(plan: Plan) -> Iterator[Decision]:
+    """Values of the config that decide no bytes."""
+    from zplan.planner.verdict import Decision
+
+    for name in ("lr", "betas", "eps", "weight_decay", "clip"):
+        value = getattr(plan.training, name)
+        shown = " ".join(f"{x:g}" for x in value) if isinstance(value, tuple) else f"{value:g}"
+        chosen = name not in plan.settings
+        yield Decision(name, shown, chosen, "a default, not a recommendation" if chosen else "asked by --config")

@@ -1,0 +1,188 @@
+"""What was asked for, parsed and checked: the one place where flags, Python arguments and `--config` files meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from zplan.planner.config import Attention, Checkpointing, Device, Precision
+from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.units import parse_bytes, parse_count
+
+OPTION = {
+    "stage": "--stage",
+    "micro_batch": "--micro-batch",
+    "accumulation": "--accumulation",
+    "global_batch": "--global-batch",
+    "seq": "--seq",
+    "precision": "--precision",
+    "checkpointing": "--checkpointing",
+    "attention": "--attention",
+    "device": "--device",
+    "ring_slots": "`ring_slots`",
+    "piece_numel": "`reduce_bucket_size`",
+}
+"""What fixes a choice, and what it is called."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that was asked for. None means: left open, zplan chooses."""
+
+    model: str | None = None
+    params: int | None = None
+    gpus: int | None = None
+    """Over all nodes."""
+    mem_bytes: int | None = None
+    """Per GPU."""
+    gpu: str | None = None
+    nodes: int = 1
+    host_mem_bytes: int | None = None
+    """Per node."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Choices that were made, by the names of `OPTION`."""
+    fixed_by: Mapping[str, str] = field(default_factory=dict)
+    """Who made them: `--stage`, or the config's name."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Learning rate and the like, from a config."""
+    offline: bool = False
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments as they were given, without those left out; JSON values."""
+    notes: tuple[str, ...] = ()
+
+    def get(self, name: str) -> Any:
+        """A choice that was made, or None."""
+        return self.fixed.get(name)
+
+
+ARGUMENTS = (
+    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload", "optimizer", "config", "offline"),
+    *OPTION,
+)
+"""Names that `make_request` knows."""
+
+
+def make_request(given: Mapping[str, Any]) -> Request:
+    """Parse and check what was asked for.
+
+    Parameters
+    ----------
+    given
+        Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
+        takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU) and `host_mem` (per
+        node) are GiB when bare. `offload` and `optimizer` are refused by name unless built. `config` is a DeepSpeed
+        config, a path or a mapping, and fixes what it names. `offline` forbids the network. The rest fix a choice.
+    """
+    given = {k: v for k, v in given.items() if v is not None and v is not False}
+    for name in given:
+        if name not in ARGUMENTS:
+            raise ZplanError(f"unknown argument `{name}`", did_you_mean(name, ARGUMENTS) or "see the documentation")
+    _refuse_unbuilt(given)
+    fixed = {name: _check(name, given[name]) for name in OPTION if name in given}
+    fixed_by = {name: OPTION[name] for name in fixed}
+    settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
+    return Request(
+        model=given.get("model"),
+        params=parse_count(given["params"], "--params") if "params" in given else None,
+        gpus=_whole("--gpus", given["gpus"]) if "gpus" in given else None,
+        mem_bytes=parse_bytes(given["mem"], "--mem") if "mem" in given else None,
+        gpu=given.get("gpu"),
+        nodes=_whole("--nodes", given.get("nodes", 1)),
+        host_mem_bytes=parse_bytes(given["host_mem"], "--host-mem") if "host_mem" in given else None,
+        fixed=fixed,
+        fixed_by=fixed_by,
+        settings=settings,
+        offline=bool(given.get("offline")),
+        asked={name: _plain(value) for name, value in given.items()},
+        notes=notes,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value of an argument."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+_UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
+    "offload": ("--offload", ("none",), ("cpu", "nvme", "optimizer", "params"), "use --offload none, and more GPUs"),
+    "optimizer": (
+        "--optimizer",
+        ("adamw",),
+        ("sgd", "adagrad", "lamb", "lion", "muon", "adafactor", "adamw8bit"),
+        "use --optimizer adamw",
+    ),
+    "precision": ("--precision", ("bf16", "fp32"), ("fp16", "fp8", "int8"), "use --precision bf16 or fp32"),
+}
+"""Option -> its flag, what is built, what the field knows and is not built yet, and what to do."""
+
+
+def _refuse_unbuilt(given: Mapping[str, Any]) -> None:
+    for name, (flag, built, known, hint) in _UNBUILT.items():
+        value = given.get(name, built[0])
+        if value in built:
+            continue
+        if value in known:
+            raise ZplanError(f"`{flag} {value}` is not built yet", hint)
+        raise ZplanError(f"`{flag} {value}` is unknown", did_you_mean(str(value), [*built, *known]) or hint)
+
+
+_WORDS = {
+    "precision": get_args(Precision),
+    "checkpointing": get_args(Checkpointing),
+    "attention": get_args(Attention),
+    "device": get_args(Device),
+}
+
+
+def _check(name: str, value: Any) -> Any:
+    """One choice, checked for type and range."""
+    flag = OPTION[name]
+    if name in _WORDS:
+        if value not in _WORDS[name]:
+            near = did_you_mean(str(value), _WORDS[name])
+            raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
+        return value
+    if name == "stage":
+        if value not in (0, 1, 2, 3) or isinstance(value, bool):
+            raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")
+        return int(value)
+    return _whole(flag, value, least=2 if name == "ring_slots" else 1)
+
+
+def _whole(flag: str, value: Any, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ZplanError(f"`{flag} {value}` is not a whole number of at least {least}", f"use {least} or more")
+    return value
+
+
+_CONFIG_NAMES = {"train_batch_size": "global_batch"}
+
+
+def _merge_config(
+    config: str | os.PathLike[str] | Mapping[str, Any], fixed: dict[str, Any], fixed_by: dict[str, str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Add to `fixed` what a config names; return its other settings and notes. Flags and config must agree."""
+    from zplan.planner.dsconfig import read_settings
+    from zplan.planner.reading import read_json
+
+    source = "config" if isinstance(config, Mapping) else os.path.basename(os.fspath(config))
+    mapping = config if isinstance(config, Mapping) else read_json(config)
+    found, notes = read_settings(mapping, source=source)
+    batch = {"train_batch_size", "micro_batch", "accumulation"}
+    if batch & set(found) == {"train_batch_size"} and not {"micro_batch", "accumulation"} & set(fixed):
+        found["accumulation"] = 1  # DeepSpeed's rule for the train batch alone.
+        notes += (f"`{source}` gives `train_batch_size` alone: one micro-step, as in DeepSpeed",)
+    settings = {}
+    for name, value in found.items():
+        own = _CONFIG_NAMES.get(name, name)
+        if own not in OPTION:
+            settings[name] = value
+        elif own in fixed and fixed[own] != value:
+            raise ZplanError(f"`{OPTION[own]} {fixed[own]}` and `{source}` ({value}) disagree", "drop one of the two")
+        elif own not in fixed:
+            fixed[own], fixed_by[own] = value, f"`{source}`"
+    return settings, notes

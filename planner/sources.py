@@ -1,0 +1,128 @@
+"""Where a model comes from: our table, a folder, a config.json, the hub, or a count alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zplan.planner.errors import ZplanError
+from zplan.planner.models import Architecture, ModelSpec, decoder_units
+from zplan.planner.units import format_count
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and what is known about it."""
+
+    spec: ModelSpec
+    source: str
+    """In words."""
+    assumed: bool = False
+    """The shape was solved for from a count alone."""
+    stated_params: int | None = None
+    """The count that was given, where the shape was solved for it."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def arch(self) -> Architecture:
+        assert self.spec.arch is not None
+        return self.spec.arch
+
+    @property
+    def num_params(self) -> int:
+        """The count to reckon with in textbook rows: the given one, else the shape's own."""
+        return self.stated_params or self.spec.num_params
+
+    @property
+    def missing_params(self) -> int:
+        """Parameters of the given count that the assumed shape does not have."""
+        return self.num_params - self.spec.num_params
+
+
+def model_from(name: str | None, params: int | None, *, offline: bool = False) -> Model:
+    """The model that was asked for.
+
+    Parameters
+    ----------
+    name
+        A name of our table, a folder with a `config.json`, that file itself, or a hub id `org/name`.
+    params
+        A parameter count alone. Exactly one of the two must be given.
+    offline
+        Never touch the network.
+    """
+    if (name is None) == (params is None):
+        what = "both --model and --params are" if name is not None else "neither --model nor --params is"
+        raise ZplanError(f"{what} given", "give one: --model llama-2-7b, or --params 7e9")
+    if params is not None:
+        return _assumed(params)
+    assert name is not None
+    return _named(name, offline=offline)
+
+
+def model_of_architecture(name: str, arch: Architecture, source: str) -> Model:
+    """A model whose shape is known already, as in a plan."""
+    return Model(ModelSpec(name, decoder_units(arch), arch), source)
+
+
+def _assumed(params: int) -> Model:
+    from zplan.planner.shape import solve_shape
+
+    arch = solve_shape(params)
+    spec = ModelSpec(f"llama-like-{format_count(params).replace(',', '').lower()}", decoder_units(arch), arch)
+    return Model(spec, "shape assumed for the count", assumed=True, stated_params=params)
+
+
+def _named(name: str, *, offline: bool) -> Model:
+    from zplan.planner.presets import read_preset, unknown_model
+
+    if not name.strip():
+        raise ZplanError("--model is empty", "give a name such as llama-2-7b")
+    config = read_preset(name)
+    if config is not None:
+        hidden = (f"`{name}` is also a file or folder here; write `./{name}` for it",) if os.path.exists(name) else ()
+        return _from_config(name.lower(), config, "zplan's table", hidden)
+    path = os.path.expanduser(name)
+    if os.path.exists(path):
+        return _from_path(name, path)
+    if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
+        raise ZplanError(f"`{name}` does not exist", "check the path")
+    if "/" in name:
+        return _from_hub(name, offline=offline)
+    raise unknown_model(name)
+
+
+def _from_path(name: str, path: str) -> Model:
+    from zplan.planner.reading import read_json
+
+    file = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    if not os.path.exists(file):
+        raise ZplanError(f"folder `{name}` has no config.json", "give the folder of a model, or its config.json")
+    folder = os.path.basename(os.path.dirname(os.path.abspath(file)))
+    return _from_config(folder or "model", read_json(file), file, label=file)
+
+
+def _from_hub(name: str, *, offline: bool) -> Model:
+    from zplan.planner.hub import hub_config, is_hub_id
+    from zplan.planner.presets import preset_of_hub_id, read_preset
+
+    preset = preset_of_hub_id(name)
+    config = read_preset(preset) if preset else None
+    if preset and config is not None:
+        return _from_config(preset, config, f"zplan's table, as {name}")
+    if not is_hub_id(name):
+        raise ZplanError(f"`{name}` is no hub id", "a hub id reads org/name")
+    config, source = hub_config(name, offline=offline)
+    return _from_config(name, config, source)
+
+
+def _from_config(
+    name: str, config: Mapping[str, Any], source: str, notes: tuple[str, ...] = (), *, label: str | None = None
+) -> Model:
+    """`label` is what the config is called in errors."""
+    from zplan.planner.hfconfig import read_architecture
+
+    arch, left_out = read_architecture(config, label or name)
+    return Model(ModelSpec(name, decoder_units(arch), arch), source, notes=(*notes, *left_out))

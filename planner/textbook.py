@@ -1,0 +1,65 @@
+"""Model states as textbooks count them, beside what zplan's runtime keeps.
+
+P parameters, N ranks. Textbooks: 16-bit weights 2, 16-bit gradients 2, fp32 master weights 4 and moments 8 bytes a
+parameter; stage 1 splits the last twelve, stage 2 the gradients too, stage 3 everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zplan.planner.config import REDUCE_ITEMSIZE, Choice
+from zplan.planner.placement import shards_states
+
+MOMENTS = 8
+"""Bytes a parameter of both AdamW moments in fp32."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes a parameter: `whole` on every rank, `split` divided by the ranks."""
+
+    whole: int
+    split: int
+
+    def of(self, num_params: int, world_size: int) -> int:
+        """Bytes of one rank, the split part rounded up."""
+        return self.whole * num_params - (-self.split * num_params // world_size)
+
+    def formula(self) -> str:
+        """`4P + 12P/N`."""
+        parts = [f"{self.whole}P"] if self.whole else []
+        parts += [f"{self.split}P/N"] if self.split else []
+        return " + ".join(parts) or "0"
+
+
+TEXTBOOK = (Rate(16, 0), Rate(4, 12), Rate(2, 14), Rate(0, 16))
+"""Mixed precision with AdamW, by stage."""
+
+
+def textbook_states(num_params: int, stage: int, world_size: int) -> int:
+    """Bytes of model states on one rank.
+
+    Examples
+    --------
+    >>> [textbook_states(7 * 10**9, s, 8) for s in range(4)]
+    [112000000000, 38500000000, 26250000000, 14000000000]
+    """
+    return TEXTBOOK[stage].of(num_params, world_size)
+
+
+def runtime_rate(choice: Choice) -> Rate:
+    """Bytes a parameter that zplan's runtime holds between backward and step, working buffers apart.
+
+    In bf16: weights 2, fp32 master 4, moments 8, fp32 gradients 4. In fp32 the weights are their own master, except at
+    stage 3, where only the shard is kept. Gradients are split where they are reduced into a shard.
+    """
+    weights = 2 if choice.precision == "bf16" else 4
+    master = 4 if choice.precision == "bf16" else 0
+    if not shards_states(choice):
+        return Rate(weights + master + MOMENTS + REDUCE_ITEMSIZE, 0)
+    if choice.stage == 3:
+        return Rate(0, 4 + MOMENTS + REDUCE_ITEMSIZE)
+    if choice.stage == 1 and choice.accumulation > 1:
+        return Rate(weights + REDUCE_ITEMSIZE, master + MOMENTS)
+    return Rate(weights, master + MOMENTS + REDUCE_ITEMSIZE)

@@ -1,0 +1,216 @@
+"""The command line: options in, text out. No arithmetic here; a command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeVar
+
+import click
+
+from zplan import __version__
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+COMMANDS: dict[str, tuple[str, str, str, str]] = {
+    "estimate": ("Plan", "zplan.cli", "estimate", "Say whether a training fits, and how to run it."),
+    "plan": ("Plan", "zplan.cli", "plan", "Choose, and write plan.json and ds_config.json."),
+    "run": ("Run", "zplan.cli_run", "run", "Train what a plan says, on real text or with a script."),
+    "verify": ("Run", "zplan.cli_run", "verify", "Run a few steps and compare every line with the plan."),
+    "demo": ("Run", "zplan.cli_run", "demo", "Plan and train a small model on two CPU ranks."),
+    "models": ("Inspect", "zplan.cli", "models", "List the models that zplan knows by name."),
+    "gpus": ("Inspect", "zplan.cli", "gpus", "List the GPUs that zplan knows by name."),
+}
+"""Name -> section of the help, module, attribute, one line. Modules are imported when their command runs."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are looked up in `COMMANDS`, so that `estimate` never imports what `run` needs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        _, module, attribute, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            from zplan.planner.errors import ZplanError, did_you_mean
+
+            near = did_you_mean(args[0], COMMANDS)
+            raise ZplanError(f"unknown command `{args[0]}`", near or "`zplan --help` lists the commands")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One section for each kind of command, from the table alone."""
+        for section in dict.fromkeys(row[0] for row in COMMANDS.values()):
+            rows = [(name, row[3]) for name, row in COMMANDS.items() if row[0] == section]
+            with formatter.section(section):
+                formatter.write_dl(rows)
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="\b\nExamples:\n  zplan estimate --params 7e9 --gpus 8 --mem 24\n"
+    "  zplan plan --model smollm2-135m --gpus 2 --mem 8 --seq 256 --global-batch 8 -o plan.json",
+)
+@click.version_option(__version__, prog_name="zplan", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Say before a GPU is rented whether a training fits and how best to run it, then prove it by running it."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run one command line and exit: 0 answered, 1 does not fit, 2 asked wrongly."""
+    from zplan.planner.errors import ZplanError
+
+    try:
+        code = cli.main(args, prog_name="zplan", standalone_mode=False)
+        sys.stdout.flush()
+    except ZplanError as e:
+        code = _complain(e.message, e.hint, 1 if type(e).__name__ == "DoesNotFit" else 2)
+    except click.UsageError as e:
+        path = e.ctx.command_path if e.ctx else "zplan"
+        code = _complain(_lower(e.format_message()), f"`{path} --help` shows the options", 2)
+    except (KeyboardInterrupt, click.Abort):
+        code = _complain("stopped", None, 130)
+    except BrokenPipeError:
+        # The reader went away, as in `zplan models | head`. Nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str, hint: str | None, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201
+    if hint:
+        print(f"\nhint: {hint}", file=sys.stderr)  # noqa: T201
+    return code
+
+
+def _lower(text: str) -> str:
+    text = text.rstrip(".").replace("\n", " ")
+    return text[:1].lower() + text[1:]
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)  # noqa: T201
+
+
+def coloured() -> bool:
+    """Whether standard output may have colour: a terminal, and NO_COLOR not set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+QUESTION = (
+    click.option("--model", metavar="NAME", help="A name of `zplan models`, a folder, a config.json, or a hub id."),
+    click.option("--params", metavar="COUNT", help="A count alone (7e9, 7B): a Llama-like shape is assumed."),
+    click.option("--gpus", type=int, metavar="N", help="GPUs over all nodes.  [default: this machine's]"),
+    click.option("--nodes", type=int, metavar="N", help="Machines.  [default: 1]"),
+    click.option("--mem", metavar="SIZE", help="Memory per GPU: 24 is GiB, 24GB is 24e9.  [default: this machine's]"),
+    click.option("--gpu", metavar="NAME", help="A name of `zplan gpus`, instead of --mem."),
+    click.option("--host-mem", metavar="SIZE", help="Memory per node."),
+    click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the lowest that fits]"),
+    click.option("--offload", metavar="TO", help="none; nothing else is built yet.  [default: none]"),
+    click.option("--optimizer", metavar="NAME", help="adamw; nothing else is built yet.  [default: adamw]"),
+    click.option("--accumulation", type=int, metavar="N", help="Micro-steps per optimizer step.  [default: 1]"),
+    click.option("--micro-batch", type=int, metavar="N", help="Sequences per GPU and micro-step.  [default: 1]"),
+    click.option("--global-batch", type=int, metavar="N", help="Sequences per optimizer step over all GPUs."),
+    click.option("--seq", type=int, metavar="N", help="Tokens per sequence.  [default: 2048 or the model's limit]"),
+    click.option("--precision", metavar="TYPE", help="bf16 or fp32.  [default: bf16]"),
+    click.option("--checkpointing", metavar="HOW", help="none or full.  [default: none where it fits with room]"),
+    click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
+    click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
+    click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
+    click.option("--offline", is_flag=True, help="Never touch the network."),
+)
+"""Options of `estimate` and `plan`, by the names of `request.ARGUMENTS`."""
+
+
+def question(command: F) -> F:
+    """Add all options of a question."""
+    for option in reversed(QUESTION):
+        command = option(command)
+    return command
+
+
+@click.command(
+    epilog="\b\nExamples:\n  zplan estimate --params 7e9 --gpus 8 --mem 24\n"
+    '  zplan estimate --model llama-3-8b --gpus 4 --gpu "RTX 4090" --seq 4096 --check',
+)
+@question
+@click.option("--json", "as_json", is_flag=True, help="Print exact bytes as JSON.")
+@click.option("--check", is_flag=True, help="Exit with 1 when it does not fit.")
+def estimate(*, as_json: bool, check: bool, **asked: Any) -> int:
+    """Say whether a training fits, what it takes at each ZeRO stage, and how to run it."""
+    from zplan.planner.api import answer
+    from zplan.planner.request import make_request
+
+    found = answer(make_request(asked))
+    for note in found.notes:
+        _note(note)
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+    else:
+        from zplan.planner.report import report
+
+        click.echo(report(found, colour=coloured()), nl=False, color=coloured())
+    return 1 if check and not found.fits else 0
+
+
+@click.command(
+    epilog="\b\nExamples:\n  zplan plan --model smollm2-135m --gpus 2 --mem 8 --seq 256 --global-batch 8 -o plan.json\n"
+    "  zplan plan --model meta-llama/Llama-2-7b-hf --gpus 8 --mem 80 --global-batch 64 -o runs/plan.json",
+)
+@question
+@click.option(
+    "-o",
+    "--out",
+    default="plan.json",
+    show_default=True,
+    metavar="FILE",
+    help="Where to write; ds_config.json goes beside.",
+)
+def plan(*, out: str, **asked: Any) -> int:
+    """Choose as `estimate` does, and write the plan that `zplan run` takes and a ds_config.json beside it."""
+    from zplan.planner.api import make_plan
+    from zplan.planner.plan_file import save_plan
+    from zplan.planner.report import plan_report
+    from zplan.planner.request import make_request
+
+    made = make_plan(make_request(asked))
+    for note in made.notes:
+        _note(note)
+    files = save_plan(made, out)
+    click.echo(plan_report(made, files), nl=False)
+    return 0
+
+
+@click.command(epilog="\b\nExamples:\n  zplan models\n  zplan models --json")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def models(*, as_json: bool) -> None:
+    """List the models of zplan's table: exact parameter counts, shapes, and whether they can be planned yet."""
+    from zplan.planner.listing import list_models
+
+    click.echo(list_models(as_json=as_json), nl=False)
+
+
+@click.command(epilog="\b\nExamples:\n  zplan gpus\n  zplan gpus --json")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def gpus(*, as_json: bool) -> None:
+    """List the GPUs of zplan's table and what their drivers report as memory."""
+    from zplan.planner.listing import list_gpus
+
+    click.echo(list_gpus(as_json=as_json), nl=False)
+
+
+if __name__ == "__main__":
+    main()
