@@ -31,6 +31,7 @@ from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned
 
 _ENGINES: list[Engine] = []
+_LISTENERS: list[Callable[[str], None]] = []
 
 
 class Engine(nn.Module):
@@ -76,6 +77,7 @@ class Engine(nn.Module):
         self.reducer = Reducer(self.units, self.choice, self.arena, self.collectives, self.streams)
         self.optimizer = ShardedAdamW(self.units, self.choice, training, self.arena)
         self.hooks = Hooks(found, self.units, self.gatherer, self.reducer)
+        self.on_phase = _LISTENERS[-1] if _LISTENERS else None
         self.global_steps = 0
         self.closed = False
         _ENGINES.append(self)
@@ -309,6 +311,16 @@ def _loader(dataset: Any, engine: Engine, seed: int) -> Any:
         dataset, num_replicas=engine.world_size, rank=engine.rank, shuffle=True, seed=seed, drop_last=True
     )
     return DataLoader(dataset, batch_size=engine.choice.micro_batch, sampler=sampler, drop_last=True)
+
+
+def engines() -> tuple[Engine, ...]:
+    """Engines of this process that are open, oldest first."""
+    return tuple(_ENGINES)
+
+
+def watch_phases(listener: Callable[[str], None]) -> None:
+    """Make `listener` the `on_phase` of every engine that is made from now on in this process."""
+    _LISTENERS.append(listener)
 
 
 def meta_init() -> AbstractContextManager[Any]:

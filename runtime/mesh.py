@@ -46,7 +46,7 @@ def join(*, pretend_world: int | None = None, timeout_s: float = 600.0) -> Mesh:
     elif not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _start(timeout_s)
         started = True
-    device = _device()
+    device = own_device()
     if not dist.is_initialized():
         return Mesh(0, 1, device, None, None, started_here=False)
     world = dist.get_world_size()
@@ -59,7 +59,7 @@ def join(*, pretend_world: int | None = None, timeout_s: float = 600.0) -> Mesh:
     return Mesh(dist.get_rank(), world, device, gathers, reduces, started_here=started)
 
 
-def _device() -> torch.device:
+def own_device() -> torch.device:
     """This rank's GPU, or the CPU where there is none or `ZPLAN_DEVICE=cpu` asks for it."""
     if os.environ.get("ZPLAN_DEVICE") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -75,7 +75,7 @@ def _device() -> torch.device:
 
 
 def _start(timeout_s: float) -> None:
-    device = _device()
+    device = own_device()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=timeout_s),

@@ -1,0 +1,153 @@
+"""From a plan and what to do with it to running ranks, and to what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from zplan.planner.errors import ZplanError
+from zplan.planner.plan_file import Plan, load_plan
+from zplan.planner.predict import predict
+from zplan.runtime import preflight
+from zplan.runtime.data import Corpus, check_enough, find_files, prepare
+from zplan.runtime.job import Job
+from zplan.runtime.launch import launch
+from zplan.runtime.outcome import Outcome, read_measured
+from zplan.runtime.tokenizer import find_tokenizer
+
+WORKER = "zplan.runtime.worker"
+
+MEASURED_STEPS = 2
+"""The first step fixes the order of units; the second is a whole one to compare."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What to do with a plan's own model.
+
+    Attributes
+    ----------
+    data
+        File or folder of text; None for random tokens, whose memory is the same.
+    tokenizer
+        A folder, `bytes`, or None for the plan's model folder where it has one.
+    measured_steps
+        Steps, from the first, during which every storage is followed.
+    world
+        Be rank 0 of this many in one process; None starts the plan's ranks.
+    cap_bytes
+        What the CUDA allocator may take.
+    """
+
+    data: Path | None
+    steps: int
+    seed: int = 0
+    tokenizer: str | None = None
+    print_every: int = 1
+    measured_steps: int = MEASURED_STEPS
+    world: int | None = None
+    cap_bytes: int | None = None
+
+
+def train(path: Path, wanted: Training) -> Outcome:
+    """Start the plan's ranks on its own model and wait for them."""
+    plan, gpus = look(path, world=wanted.world)
+    if wanted.cap_bytes is not None and not gpus:
+        raise ZplanError("--cap limits a GPU's allocator and this run is on the CPU", "leave --cap out")
+    with tempfile.TemporaryDirectory(prefix="zplan-") as name:
+        folder = Path(name)
+        job = Job(
+            task="train",
+            folder=folder,
+            plan=path.resolve(),
+            corpus=corpus_for(plan, wanted, folder),
+            steps=wanted.steps,
+            seed=wanted.seed,
+            measured_steps=wanted.measured_steps if wanted.steps >= MEASURED_STEPS else 0,
+            print_every=wanted.print_every,
+            world=wanted.world,
+            cap_bytes=wanted.cap_bytes,
+        )
+        ranks = plan.choice.world_size if wanted.world is None else 1
+        launch(WORKER, [str(job.write())], world_size=ranks, folder=folder, cpu=not gpus)
+        steps = tuple(json.loads(line) for line in job.results.read_text().splitlines())
+        return Outcome(steps, tuple(read_measured(folder)))
+
+
+def run_script(path: Path, script: Path, arguments: list[str]) -> None:
+    """Run a program of the user's on the plan's ranks."""
+    if not script.is_file():
+        raise ZplanError(f"there is no script `{script}`", "zplan run plan.json train.py ARGS...")
+    plan, gpus = look(path)
+    with tempfile.TemporaryDirectory(prefix="zplan-") as name:
+        job = Job("script", Path(name), path.resolve(), script=script, arguments=tuple(arguments))
+        launch(WORKER, [str(job.write())], world_size=plan.choice.world_size, folder=job.folder, cpu=not gpus)
+
+
+def look(path: Path, *, world: int | None = None) -> tuple[Plan, int]:
+    """The plan, and how many GPUs its ranks will use here (0 for CPU ranks); refused when it can't run here and now."""
+    preflight.require_torch()
+    plan = load_plan(path)
+    gpus = 0 if plan.choice.device == "cpu" else preflight.num_gpus()
+    ranks = plan.choice.world_size if world is None else 1
+    if gpus and world is None:
+        preflight.check_world(ranks, gpus, replan_line(plan, gpus, path))
+    if not gpus:
+        if plan.choice.device != "cpu":
+            _say(f"no GPU here: {ranks} rank{'s' if ranks > 1 else ''} on the CPU over gloo")
+        choice = replace(plan.choice, device="cpu", world_size=world or ranks)
+        peak = predict(plan.spec, choice).peak_bytes()
+        preflight.check_host_memory(
+            ranks, peak, available=preflight.available_host_bytes(), base=preflight.process_bytes()
+        )
+    return plan, gpus
+
+
+def _say(text: str) -> None:
+    print(f"zplan: {text}", file=sys.stderr)  # noqa: T201
+
+
+def replan_line(plan: Plan, gpus: int, path: Path) -> str:
+    """The `zplan plan` command that asks the same of this machine's GPUs, whose memory it reads itself."""
+    words = plan.command(gpus=gpus, mem=None, gpu=None, nodes=None, host_mem=None)
+    return f"{words} -o {shlex.quote(str(path))}"
+
+
+def corpus_for(plan: Plan, wanted: Training, folder: Path) -> Corpus:
+    """Tokens to train on: the user's text, or random ones."""
+    t = plan.choice
+    assert plan.spec.arch is not None, f"{plan.spec.name} has no shape"
+    vocab = plan.spec.arch.vocab
+    if wanted.data is None:
+        return random_corpus(vocab, t.seq * t.global_batch * wanted.steps + 1, wanted.seed, folder)
+    tokenizer = find_tokenizer(_tokenizer_folder(plan, wanted.tokenizer), vocab=vocab)
+    corpus = prepare(find_files(wanted.data), tokenizer, folder)
+    check_enough(corpus, wanted.data, seq=t.seq, global_batch=t.global_batch)
+    _say(
+        f"{corpus.num_tokens:,} tokens ({tokenizer.name}) of {corpus.num_documents:,} documents in "
+        f"{corpus.num_files:,} files: {corpus.num_samples(t.seq):,} sequences of {t.seq:,}"
+    )
+    return corpus
+
+
+def _tokenizer_folder(plan: Plan, asked: str | None) -> Path | None:
+    if asked == "bytes":
+        return None
+    if asked is not None:
+        return Path(asked)
+    model = Path(str(plan.asked.get("model", "")))
+    folder = model.parent if model.suffix == ".json" else model
+    return folder if str(plan.asked.get("model", "")) and (folder / "tokenizer.json").is_file() else None
+
+
+def random_corpus(vocab: int, num_tokens: int, seed: int, folder: Path) -> Corpus:
+    """Tokens that mean nothing, for measuring: memory does not depend on them."""
+    path = folder / "tokens.uint32"
+    np.random.default_rng(seed).integers(0, vocab, num_tokens, dtype=np.uint32).tofile(path)
+    return Corpus(path, "uint32", num_tokens, 1, 1)

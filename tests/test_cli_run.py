@@ -1,0 +1,253 @@
+"""`zplan run`, `verify` and `demo`: what they refuse, and one whole chain of them on real ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from zplan import cli_run
+from zplan.planner.errors import ZplanError
+from zplan.runtime import demo, preflight, start
+from zplan.runtime.launch import Interrupted
+from zplan.runtime.start import Training
+
+SCRIPT = """
+import sys
+import torch
+import zplan
+from zplan.planner.plan_file import load_plan
+from zplan.runtime.decoder import Decoder
+import beside
+
+plan = load_plan(sys.argv[1])
+torch.manual_seed(0)
+model = Decoder(plan.spec.arch)
+engine, *_ = zplan.initialize(model=model)
+for step in range(2):
+    ids = torch.randint(0, 257, (4, 128))
+    if step == 1 and engine.rank == 1 and "--fail" in sys.argv:
+        model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    engine.backward(engine(ids, ids.clone()))
+    engine.step()
+assert __name__ == "__main__" and beside.HERE and sys.argv[2:3] == ["--steps"]
+print(f"rank {engine.rank} of {engine.world_size}: {sys.argv[2:]}")
+"""
+
+
+@pytest.fixture(scope="module")
+def plan_folder(tmp_path_factory) -> Path:
+    """A demo's folder before its ranks start: text, model and plan."""
+    folder = tmp_path_factory.mktemp("plan")
+    demo.write_inputs(folder)
+    return folder
+
+
+@pytest.fixture
+def never_launch(monkeypatch):
+    def launch(*_args, **_more):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(start, "launch", launch)
+
+
+def zplan(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "zplan", *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def invoke(command: click.Command, *words: object) -> None:
+    """Run in this process; usage errors and `ZplanError`s come out as they are."""
+    command.main([str(w) for w in words], standalone_mode=False)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "neither --data nor a script is given"),
+        (("--data", "x.txt", "train.py"), "both --data and a script are given"),
+        (("--steps", "3", "train.py"), "`--steps` is for --data"),
+        (("--tokenizer", "bytes", "train.py"), "`--tokenizer` is for --data"),
+        (("no.py",), "there is no script `no.py`"),
+        (("--data", "nowhere"), "no file or folder `nowhere`"),
+        (("--data", "nowhere", "--tokenizer", "nothing"), "`nothing` has no tokenizer.json"),
+    ],
+)
+def test_run_refuses(plan_folder, never_launch, words, message):
+    with pytest.raises(ZplanError, match=message):
+        invoke(cli_run.run, plan_folder / "plan.json", *words)
+
+
+def test_a_plan_for_more_gpus_names_the_command_for_this_machine(plan_folder, never_launch, monkeypatch):
+    text = (plan_folder / "plan.json").read_text()
+    gpu_plan = start.load_plan(plan_folder / "plan.json")
+    assert '"device": "cpu"' in text
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 4)
+    monkeypatch.setattr(
+        start, "load_plan", lambda _: start.replace(gpu_plan, choice=start.replace(gpu_plan.choice, device="cuda"))
+    )
+    with pytest.raises(ZplanError, match="the plan is for 2 ranks and this machine has 4 GPUs") as caught:
+        invoke(cli_run.verify, plan_folder / "plan.json")
+    hint = caught.value.hint
+    assert hint.startswith("plan for this machine: zplan plan --model ") and f"-o {plan_folder / 'plan.json'}" in hint
+    assert "--gpus 4" in hint and "--mem" not in hint
+
+
+def test_a_cpu_plan_stays_on_the_cpu_beside_gpus(plan_folder, monkeypatch):
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 4)
+    assert start.look(plan_folder / "plan.json")[1] == 0
+
+
+def test_a_gpu_plan_without_gpus_says_where_it_runs(plan_folder, monkeypatch, capsys):
+    plan = start.load_plan(plan_folder / "plan.json")
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 0)
+    monkeypatch.setattr(
+        start, "load_plan", lambda _: start.replace(plan, choice=start.replace(plan.choice, device="cuda"))
+    )
+    assert start.look(plan_folder / "plan.json")[1] == 0
+    assert capsys.readouterr().err == "zplan: no GPU here: 2 ranks on the CPU over gloo\n"
+
+
+def test_too_little_host_memory_is_told_before_anything_is_read(plan_folder, never_launch, monkeypatch):
+    monkeypatch.setattr(preflight, "available_host_bytes", lambda: 2**20)
+    with pytest.raises(ZplanError, match="2 ranks need .* of host memory and 1.00 MiB is available"):
+        invoke(cli_run.run, plan_folder / "plan.json", "--data", "nowhere")
+
+
+def test_cap_needs_a_gpu(plan_folder, never_launch):
+    with pytest.raises(ZplanError, match="--cap limits a GPU's allocator and this run is on the CPU"):
+        invoke(cli_run.verify, plan_folder / "plan.json", "--cap", "24")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--tolerance", "x"), ("--tolerance", "101%"), ("--steps", "1"), ("--world", "0")]
+)
+def test_verify_options_are_checked(plan_folder, option, value):
+    with pytest.raises(click.UsageError):
+        invoke(cli_run.verify, plan_folder / "plan.json", option, value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), ("100 %", 1.0)])
+def test_percent(text, value):
+    assert cli_run.Percent().convert(text, None, None) == value
+
+
+def test_a_model_with_too_few_rows_for_bytes(plan_folder, never_launch, monkeypatch):
+    monkeypatch.setattr("zplan.runtime.tokenizer.BYTES_VOCAB", 258)
+    monkeypatch.setattr("zplan.runtime.tokenizer.ByteTokenizer.vocab", 258)
+    with pytest.raises(ZplanError, match="gives ids up to 257 and the model has only 257 rows"):
+        start.train(plan_folder / "plan.json", Training(plan_folder / "text.txt", 2))
+
+
+def test_stopping_is_one_line_and_a_shell_s_exit_code(plan_folder, monkeypatch):
+    import signal
+
+    def stopped(*_args, **_more):
+        raise Interrupted(signal.SIGTERM, "rank 0 was in step 3, phase `loss`")
+
+    monkeypatch.setattr(start, "launch", stopped)
+    done = CliRunner().invoke(cli_run.verify, [str(plan_folder / "plan.json")])
+    assert done.exit_code == 143
+    assert done.stderr == "zplan: stopped by SIGTERM: rank 0 was in step 3, phase `loss`; all ranks have ended\n"
+
+
+# --- the demo's folder ------------------------------------------------------------------------------------------------
+
+
+def test_demo_keeps_out_of_folders_that_are_not_its_own(tmp_path, never_launch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for name, message in (("mine", "is not empty and no demo made it"), ("file", "is a file")):
+        with pytest.raises(ZplanError, match=message):
+            invoke(cli_run.demo, "--out", tmp_path / name)
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_write_that_fails_leaves_nothing_half_written(tmp_path, never_launch, monkeypatch, failing):
+    """Each of the demo's writes in turn finds the disk full; a demo there before stays whole or is replaced whole."""
+    demo.write_inputs(tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    calls = 0
+    real = os.fsync
+
+    def fsync(descriptor):
+        nonlocal calls
+        calls += 1
+        if calls == failing + 1:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(ZplanError, match="cannot be written: no space left on device"):
+        demo.write_inputs(tmp_path)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_the_text_is_the_standard_library_s():
+    text = demo.standard_library_text(100_000)
+    assert 100_000 <= len(text) < 400_000 and "import" in text
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gloo
+def test_demo_from_start_to_end(tmp_path):
+    done = zplan("demo", "--out", tmp_path / "demo", "--steps", "12", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(x) for x in (tmp_path / "demo" / "steps.jsonl").read_text().splitlines()]
+    assert len(steps) == 12 and steps[0]["loss"] > 5 > 4 > steps[-1]["loss"]
+    assert "2 ranks" in done.stdout and "measured equals predicted to the byte" in done.stdout
+    assert done.stdout.startswith((tmp_path / "demo" / "bytes.txt").read_text())
+    assert "step 12/12  loss" in done.stderr
+    for name in ("plan.json", "ds_config.json", "model/config.json", "text.txt"):
+        assert (tmp_path / "demo" / name).stat().st_size > 0
+
+
+@pytest.mark.gloo
+def test_run_a_script(plan_folder, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("HERE = True\n")
+    plan = plan_folder / "plan.json"
+    done = zplan("run", plan, tmp_path / "train.py", plan, "--steps", "7", "--data", cwd=plan_folder)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {r} of 2: ['--steps', '7', '--data']" for r in range(2)]
+
+
+@pytest.mark.gloo
+def test_a_script_that_fails_is_told_with_rank_step_and_phase(plan_folder, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("HERE = True\n")
+    plan = plan_folder / "plan.json"
+    done = zplan("run", plan, tmp_path / "train.py", plan, "--fail", cwd=tmp_path)
+    assert done.returncode == 2
+    assert (
+        "error: rank 1 failed in step 2, phase `forward.blocks.2`: ZeroDivisionError: division by zero" in done.stderr
+    )
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.gloo
+def test_verify_one_rank_of_many(plan_folder):
+    done = zplan("verify", "plan.json", "--world", "8", "--steps", "2", "--json", cwd=plan_folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(done.stdout)
+    assert document["ok"] is True and len(document["ranks"]) == 1
+    whole = start.load_plan(plan_folder / "plan.json").ledger.line("optim.master.block").nbytes
+    (eighth,) = [x for x in document["ranks"][0]["lines"] if x["name"] == "optim.master.block"]
+    assert eighth["measured"] < whole  # four blocks of an eighth each against one of a half
