@@ -95,7 +95,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed_by=fixed_by,
         settings=settings,
         offline=bool(given.get("offline")),
-        asked={name: _plain(value) for name, value in given.items()},
+        asked={name: _plain(given[name]) for name in ARGUMENTS if name in given},
         notes=notes,
     )
 
@@ -104,7 +104,11 @@ def _plain(value: Any) -> Any:
     """A JSON value of an argument."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return dict(value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        import json
+
+        return json.loads(json.dumps(value))
+    return value
 
 
 _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
