@@ -11,7 +11,7 @@ Ids: `data.*` the batch; `act.<unit>.saved` what lives from a unit's forward to 
 parameter gradient); `act.<unit>.output` what a later unit uses; `act.<unit>.grad` the gradient that a unit hands on
 (`.partial`: unfinished at its last parameter gradient); `act.<unit>.forward`, `.backward`, `.reduce` the working lines,
 with the growing parameter gradients; `act.kernel.*` what kernels allocate for themselves within them; `grads.<unit>` a
-unit's whole parameter gradients, in compute dtype, until its reduce has taken them; `grads.tied` the head's gradient of
+unit's whole parameter gradients, in compute dtype, until the next unit's have landed; `grads.tied` the head's gradient of
 a tied weight, which autograd keeps until the embedding's has come.
 """
 
@@ -30,9 +30,9 @@ from zplan.planner.ledger import Line
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
 
-BATCH_PHASES = ("forward.embed", "step")
-"""First and last phase of a micro-step's inputs and labels; its loss too lives on to the last one. The loop drops all
-three before the next step's forward."""
+BATCH_PHASES = ("idle", "step")
+"""First and last phase of a micro-step's inputs and labels. The loop makes them in `idle`, and drops those of the step before,
+and its loss, there."""
 
 SIMULATED_BLOCKS = 3
 
@@ -101,7 +101,11 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
         nbytes = _dot(held.level, scale)
         for i in _instances(held.unit, arch.layers):
             first, last = (_real(sim.phases[p], held.unit, i, arch.layers) for p in (held.first, held.last))
+            if held.id.startswith("data."):
+                first, last = BATCH_PHASES
             put(held.id, nbytes, first, last)
+            if held.id == "act.loss.value":
+                put(held.id, nbytes, "idle", "idle")
     for phase, levels in zip(sim.phases, sim.working, strict=True):
         total, kernel = max((_dot(v, scale), -_dot(v[WIDTH:], scale[WIDTH:])) for v in levels)
         # A kernel may run when the phase has already freed more than its workspace holds.
@@ -141,6 +145,12 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
         raise ZplanError(
             f"heads of width {arch.head_dim} have no rotary halves that attention kernels take",
             "use an even head_dim of at least 4",
+        )
+    multiple = {"bf16": 8, "fp32": 4}[choice.precision]
+    if choice.device == "cuda" and choice.attention == "sdpa" and (arch.head_dim % multiple or arch.head_dim > 256):
+        raise ZplanError(
+            f"heads of width {arch.head_dim} are padded by flash attention or not taken by it, which is not modelled",
+            "use --attention eager",
         )
     return arch
 
@@ -228,7 +238,7 @@ def _line_id(tape: Tape, s: Storage, turn: int, last: int) -> str:
     if s.label in ("loss", "loss.grad"):
         return "act.loss.value" if s.label == "loss" else "act.loss.seed"
     if s.label == PARAMETER_GRADIENT:
-        return f"grads.{_kind(own)}" if ends == f"reduce.{own}" else "grads.tied"
+        return f"grads.{_kind(own)}" if f"reduce.{own}" in tape.phases else "grads.tied"
     if s.label == "positions.ids":
         own = "positions"
     here = _unit(ends) == own

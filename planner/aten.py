@@ -8,13 +8,16 @@ Values have an itemsize instead of a dtype: 2 bf16, 4 fp32, 8 int64, 1 bool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from zplan.planner.layout import ceil_to
 from zplan.planner.strides import dense_like, view_strides
-from zplan.planner.tape import Tape, Value
+from zplan.planner.tape import TILE_32, TILE_128, Tape, Value
 
-INT64, FP32, BOOL = 8, 4, 1
+INT64, FP32, BF16, BOOL = 8, 4, 2, 1
+AttentionKernel = Literal["cpu", "flash", "efficient"]
 
 
 @dataclass(frozen=True)
@@ -30,23 +33,45 @@ class DeviceTable:
         One kernel that saves its input and an fp32 reciprocal root per row; else a chain of elementwise ops in fp32.
     layer_norm_stats
         Itemsize of LayerNorm's mean and reciprocal deviation; None: that of the input.
+    attention
+        Kernel of fused attention by itemsize. `cpu` and `flash`: the output in the memory order of the queries, a
+        log-sum-exp per head and token. `efficient`: the output and the gradients row-major as (B, T, H, D), the
+        log-sum-exp padded to 32 tokens.
     kernels
-        Whether the allocator sees what kernels allocate for themselves.
+        Whether what kernels allocate for themselves is seen: by CUDA's allocator yes, by a dispatch mode no.
     """
 
     in_place_accumulation: bool
     fused_rms_norm: bool
     layer_norm_stats: int | None
+    attention: Mapping[int, AttentionKernel]
     kernels: bool
 
 
 DEVICES = {
-    "cpu": DeviceTable(in_place_accumulation=False, fused_rms_norm=False, layer_norm_stats=None, kernels=False),
-    "cuda": DeviceTable(in_place_accumulation=True, fused_rms_norm=True, layer_norm_stats=FP32, kernels=True),
+    "cpu": DeviceTable(
+        in_place_accumulation=False,
+        fused_rms_norm=False,
+        layer_norm_stats=None,
+        attention={BF16: "cpu", FP32: "cpu"},
+        kernels=False,
+    ),
+    "cuda": DeviceTable(
+        in_place_accumulation=True,
+        fused_rms_norm=True,
+        layer_norm_stats=FP32,
+        attention={BF16: "flash", FP32: "efficient"},
+        kernels=True,
+    ),
 }
 
 Grads = list[Value]
 Outs = list["Value | None"]
+
+
+def _tile(head_dim: int) -> int:
+    """Head width that flash attention's backward accumulates in."""
+    return ceil_to(head_dim, 32 if head_dim <= 128 else 64)
 
 
 class Aten:
@@ -326,34 +351,79 @@ class Aten:
     def repeat_interleave(self, x: Value, times: int) -> Value:
         """Each head `times` over: (B, G, T, D) to (B, G * times, T, D)."""
         b, g, t, d = x.shape
-        wide = self.expand(self._unsqueeze(x), (b, g, times, t, d))
+        wide = self.expand(self.unsqueeze(x, 2), (b, g, times, t, d))
         return self.view(self.clone(wide), (b, g * times, t, d))
 
-    def _unsqueeze(self, x: Value) -> Value:
-        """A dim of 1 after the heads."""
+    def unsqueeze(self, x: Value, dim: int) -> Value:
+        """A dim of 1 before `dim`."""
         old = x.shape
-        node = self.tape.node([x], lambda g, s: [g[0].view(old, g[0].strides[:2] + g[0].strides[3:])])
-        out = x.view((*old[:2], 1, *old[2:]), (*x.strides[:2], x.strides[1] * old[1], *x.strides[2:]))
+        node = self.tape.node([x], lambda g, s: [g[0].view(old, g[0].strides[:dim] + g[0].strides[dim + 1 :])])
+        stride = x.strides[dim] * old[dim]
+        out = x.view((*old[:dim], 1, *old[dim:]), (*x.strides[:dim], stride, *x.strides[dim:]))
         self.tape.finish(node, out)
         return out
 
+    def shares_heads(self, q: Value) -> bool:
+        """Whether fused attention takes fewer key than query heads as they are."""
+        return self.table.attention[q.itemsize] != "efficient"
+
     def sdpa(self, q: Value, k: Value, v: Value) -> Value:
         """Fused causal attention of (B, H, T, D) over (B, G, T, D)."""
+        kernel = self.table.attention[q.itemsize]
+        (b, h, t, d), groups = q.shape, k.shape[1]
 
         def backward(g: Grads, s: Grads) -> Outs:
-            return [self.like(x, f"{name}.grad") for x, name in zip(s, "qkv", strict=False)]
+            pairs = list(zip(s, "qkv", strict=False))
+            if kernel == "efficient":
+                grads: Outs = [self._row_major_heads(x.shape, x.itemsize, f"{n}.grad") for x, n in pairs]
+                delta = self.tape.workspace(b * h * t * FP32, "attention.delta")
+                del delta
+                return grads
+            grads = [self.like(x, f"{n}.grad") for x, n in pairs]
+            if kernel == "flash":
+                work = [
+                    self.tape.padded(h * FP32, TILE_128, "attention.softmax_d", kernel=True),
+                    self.tape.padded(h * FP32 * _tile(d), TILE_128, "attention.dq_accum", kernel=True),
+                ]
+                if groups != h:
+                    work += [self.tape.workspace(b * h * t * d * BF16, f"attention.{n}_expanded") for n in ("dk", "dv")]
+                work.clear()
+            return grads
 
         node = self.tape.node([q, k, v], backward, q, k, v)
-        out = self.like(q, "attention")
-        lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
-        self.tape.finish(node, out, saved=[out, lse])
+        if kernel == "efficient":
+            out = self._row_major_heads(q.shape, q.itemsize, "attention output")
+            lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")
+        else:
+            out = self.like(q, "attention output")
+            lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
+        # A generator's seed and offset, unused without dropout but there.
+        seeds = {"cpu": (), "flash": (2, 1), "efficient": (1, 1)}[kernel]
+        philox = [self.tape.new((n,), INT64, "philox") for n in seeds]
+        self.tape.finish(node, out, saved=[out, lse, *philox])
         return out
+
+    def _row_major_heads(self, shape: Sequence[int], itemsize: int, label: str) -> Value:
+        """A new (B, H, T, D) that lies in memory as (B, T, H, D)."""
+        b, h, t, d = shape
+        return self.tape.new(shape, itemsize, label, strides=(h * t * d, d, h * d, 1))
 
     # Ends of the model
 
     def embedding(self, weight: Value, ids: Value) -> Value:
-        shape, itemsize = weight.shape, weight.itemsize
-        node = self.tape.node([weight], lambda g, s: [self.tape.new(shape, itemsize, "embedding.weight")], ids)
+        shape, itemsize, tokens = weight.shape, weight.itemsize, ids.numel
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            if not self.table.kernels:
+                return [self.tape.new(shape, itemsize, "embedding.weight")]
+            # Many tokens are sorted first: six int64 lists of them, and an fp32 row of partial sums for each.
+            per_token = 6 * INT64 + FP32 * shape[1]
+            work = self.tape.sorted_tokens(tokens, per_token, "embedding.sort")
+            out = self.tape.new(shape, itemsize, "embedding.weight")
+            del work
+            return [out]
+
+        node = self.tape.node([weight], backward, ids)
         out = self.tape.new((*ids.shape, shape[1]), itemsize, "embedding")
         self.tape.finish(node, out)
         return out

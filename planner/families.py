@@ -42,23 +42,25 @@ def _outer(op: Aten, a: Value, b: Value) -> Value:
 
 
 def rotate(op: Aten, x: Value, cos: Value, sin: Value) -> Value:
+    cos, sin = op.unsqueeze(cos, 1), op.unsqueeze(sin, 1)
     a, b = op.split(x, 2)
     return op.cat((op.sub(op.mul(a, cos), op.mul(b, sin)), op.add(op.mul(b, cos), op.mul(a, sin))))
 
 
 def attend(op: Aten, q: Value, k: Value, v: Value, kind: Attention) -> Value:
     b, h, t, d = q.shape
-    if kind == "sdpa":
+    fused = kind == "sdpa"
+    if h != k.shape[1] and not (fused and op.shares_heads(q)):
+        k, v = (op.repeat_interleave(x, h // x.shape[1]) for x in (k, v))
+    if fused:
         out = op.sdpa(q, k, v)
     else:
-        if h != k.shape[1]:
-            k, v = (op.repeat_interleave(x, h // x.shape[1]) for x in (k, v))
         scores = op.scale(op.matmul(q, op.transpose(k, 2, 3)))
         future = _triu(op, op.tape.new((t, t), BOOL, "mask"))
         scores = op.masked_fill(scores, future)
         out = op.matmul(op.to(op.softmax(op.to(scores, FP32), "softmax"), q.itemsize), v)
         op.named("attention output", out)
-    return op.named("attention output", op.reshape(op.transpose(out, 1, 2), (b, t, h * d)))
+    return op.reshape(op.transpose(out, 1, 2), (b, t, h * d))
 
 
 def _triu(op: Aten, ones: Value) -> Value:
@@ -69,22 +71,14 @@ def llama_block(op: Aten, p: Params, arch: Architecture, attention: Attention) -
     """Block over parameters by short name: `run(x, cos, sin)`."""
 
     def heads(x: Value, weight: Value, count: int) -> Value:
-        return op.transpose(op.view(op.linear(x, weight), (*x.shape[:2], count, arch.head_dim)), 1, 2)
+        return op.view(op.linear(x, weight), (*x.shape[:2], count, arch.head_dim))
 
     def attention_part(x: Value, cos: Value, sin: Value) -> Value:
-        q = heads(x, p["q.weight"], arch.heads)
-        k = heads(x, p["k.weight"], arch.kv_heads)
-        v = heads(x, p["v.weight"], arch.kv_heads)
-        op.named("v", v)
+        q = op.named("q, rotated", rotate(op, heads(x, p["q.weight"], arch.heads), cos, sin))
+        k = op.named("k, rotated", rotate(op, heads(x, p["k.weight"], arch.kv_heads), cos, sin))
+        v = op.named("v", heads(x, p["v.weight"], arch.kv_heads))
         return op.linear(
-            attend(
-                op,
-                op.named("q, rotated", rotate(op, q, cos, sin)),
-                op.named("k, rotated", rotate(op, k, cos, sin)),
-                v,
-                attention,
-            ),
-            p["o.weight"],
+            attend(op, op.transpose(q, 1, 2), op.transpose(k, 1, 2), op.transpose(v, 1, 2), attention), p["o.weight"]
         )
 
     def feed(x: Value) -> Value:
@@ -188,11 +182,15 @@ class DecoderTape:
         return self.op.linear(x, self.params["embed.weight" if self.arch.tied else "head.weight"])
 
     def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        op = self.op
-        logits = self.unit("head", self._head, self.features(ids, checkpointing, attention))
+        return self._cross_entropy(
+            self.op.to(self._logits(self.features(ids, checkpointing, attention)), FP32),
+            labels.view((labels.numel,), (1,)),
+        )
+
+    def _logits(self, x: Value) -> Value:
+        logits = self.op.named("logits", self.unit("head", self._head, x))
         self.tape.enter("loss")
-        rows = labels.numel
-        return self._cross_entropy(op.to(op.view(logits, (rows, self.arch.vocab)), FP32), labels.view((rows,), (1,)))
+        return self.op.view(logits, (logits.numel // self.arch.vocab, self.arch.vocab))
 
     def _cross_entropy(self, x: Value, target: Value) -> Value:
         return self.op.nll_loss(self.op.softmax(x, "log_softmax"), target)

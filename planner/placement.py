@@ -83,14 +83,16 @@ def _lay_out_all(units: Sequence[Unit], choice: Choice) -> list[UnitLayout]:
 
 
 def _size_classes(units: Sequence[Unit], layouts: Sequence[UnitLayout]) -> list[str]:
-    """`block` for the first size met of a kind, `block2` for the next, and so on."""
-    known: dict[str, list[tuple[int, int]]] = {}
+    """A block's class is `block` for the first size met, `block2` for the next; other units are classes of their own."""
+    sizes: list[tuple[int, int]] = []
     out = []
     for u, lay in zip(units, layouts, strict=True):
+        if u.kind != "block":
+            out.append(u.name)
+            continue
         size = (lay.padded_numel, lay.numel)
-        sizes = known.setdefault(u.kind, [])
         if size not in sizes:
             sizes.append(size)
         at = sizes.index(size)
-        out.append(u.kind if at == 0 else f"{u.kind}{at + 1}")
+        out.append("block" if at == 0 else f"block{at + 1}")
     return out

@@ -23,14 +23,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zplan.planner.layout import ceil_to
 from zplan.planner.strides import dense_like, is_dense, row_major
 
 PRIME_B, PRIME_T = 2**31 - 1, 2**61 - 1
 BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 """Exponents of (B, T) of every size that occurs."""
-ROUNDED = len(BASIS)
-"""Index of one more monomial: B times T rounded up to 128, the tile height of flash attention's accumulators."""
-WIDTH = ROUNDED + 1
+TILE_32, TILE_128, SORT, SORT_T = range(len(BASIS), len(BASIS) + 4)
+"""Indices of more monomials: B times T rounded up to 32 or to 128, the tiles of attention kernels; B * T and T where
+they are more than `SORT_ABOVE`, else 0."""
+WIDTH = len(BASIS) + 4
+SORT_ABOVE = 3072
+"""Tokens up to which the backward of an embedding needs no sorting on CUDA."""
 
 PARAMETER_GRADIENT = "parameter gradient"
 
@@ -40,7 +44,14 @@ Level = tuple[int, ...]
 
 def monomials(b: int, t: int) -> tuple[int, ...]:
     """Values of all monomials, those of the kernels' half included, at batch `b` and sequence `t`."""
-    values = (*(b**i * t**j for i, j in BASIS), b * (-(-t // 128) * 128))
+    tokens = b * t
+    values = (
+        *(b**i * t**j for i, j in BASIS),
+        b * ceil_to(t, 32),
+        b * ceil_to(t, 128),
+        tokens if tokens > SORT_ABOVE else 0,
+        t if t > SORT_ABOVE else 0,
+    )
     return values + values
 
 
@@ -194,6 +205,7 @@ class Tape:
         self._grew = False
         self._seq = 0
         self._frame: Frame | None = None
+        self._retained: list[Value] = []
 
     # Storages
 
@@ -210,10 +222,21 @@ class Tape:
         unit.missing += 1
         return value
 
-    def workspace(self, numel: int, itemsize: int, label: str, *, rounded: bool = False) -> Value:
-        """Bytes that a kernel holds for itself. `rounded`: `numel` counts per sequence and rounded token."""
-        at, coefficient = (ROUNDED, numel * itemsize) if rounded else _split(numel * itemsize)
-        return self._value((numel,), itemsize, (1,), self._allocate(WIDTH + at, coefficient, label))
+    def padded(self, nbytes: int, tile: int, label: str, *, kernel: bool = False) -> Value:
+        """`nbytes` per sequence and per token of a sequence rounded up to a tile."""
+        at = tile + WIDTH * kernel
+        return self._value((nbytes,), 1, (1,), self._allocate(at, nbytes, label))
+
+    def workspace(self, nbytes: int, label: str) -> Value:
+        """Bytes that a kernel holds for itself."""
+        at, coefficient = _split(nbytes)
+        return self._value((nbytes,), 1, (1,), self._allocate(WIDTH + at, coefficient, label))
+
+    def sorted_tokens(self, tokens: int, nbytes: int, label: str) -> Value:
+        """`nbytes` of workspace per token, where there are enough to be sorted."""
+        at, rest = _split(tokens)
+        assert rest == 1, f"{tokens} is no product of batch and sequence"
+        return self._value((nbytes,), 1, (1,), self._allocate(WIDTH + (SORT_T if at == 1 else SORT), nbytes, label))
 
     def _value(self, shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...], storage: Storage) -> Value:
         return Value(self, storage, shape, strides, itemsize)
@@ -334,6 +357,7 @@ class Tape:
                 if not waiting[edge.node]:
                     pushed += 1
                     heapq.heappush(ready, (-edge.node.seq, pushed, edge.node))
+        self._retained.clear()
 
     def _call(self, node: Node, gradients: Gradients) -> Gradients:
         outputs = node.backward(gradients, [self._unpack(s) for s in node.saved])
@@ -369,8 +393,10 @@ class Tape:
         gradient.storage.label = PARAMETER_GRADIENT
         unit.arrived.append(gradient.alias())
         if len(unit.arrived) == unit.missing:
+            # The runtime holds a unit's gradients until the next unit's have landed.
+            self._retained.clear()
             self.enter(f"reduce.{unit.name}")
-            unit.arrived.clear()
+            self._retained, unit.arrived = unit.arrived, []
         return []
 
     def close(self) -> None:

@@ -5,6 +5,9 @@ Gathers write straight into the buffer that compute reads; reduces read the buff
 
 from __future__ import annotations
 
+import time
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +35,7 @@ class Collectives:
     def __init__(self, mesh: Mesh, *, checked: bool) -> None:
         self.mesh, self.checked = mesh, checked and mesh.world_size > 1 and not _is_fake()
         self.sequence = 0
+        self.on_gloo = mesh.reduces is not None and dist.get_backend(mesh.reduces) == "gloo"
 
     def all_gather(self, full: Tensor, own: Tensor, unit: str) -> None:
         """Fill `full` (1D) with every rank's `own`, which is this rank's slice of it."""
@@ -41,12 +45,28 @@ class Collectives:
     def reduce_scatter(self, own: Tensor, full: Tensor, unit: str) -> None:
         """Sum `full` over ranks and leave this rank's slice in `own`, which may be that slice of `full` itself."""
         self._announce("reduce_scatter", unit)
-        _reduce_scatter(own, full, group=self.mesh.reduces)
+        if not self.on_gloo:
+            _reduce_scatter(own, full, group=self.mesh.reduces)
+            return
+        # gloo has no reduce-scatter: torch all-reduces a copy of `full`. The same without the copy.
+        dist.all_reduce(full, group=self.mesh.reduces)
+        mine = full[self.mesh.rank * own.numel() : (self.mesh.rank + 1) * own.numel()]
+        if mine.data_ptr() != own.data_ptr():
+            own.copy_(mine)
 
     def all_reduce(self, tensor: Tensor, unit: str) -> None:
         """Sum over ranks, in place."""
         self._announce("all_reduce", unit)
         dist.all_reduce(tensor, group=self.mesh.reduces)
+
+    def until_released(self, storage: weakref.ref[torch.UntypedStorage], *, limit_s: float = 1.0) -> None:
+        """Wait until nobody holds a buffer that was just dropped.
+
+        gloo's worker thread lets go of a tensor a moment after the wait for it has returned.
+        """
+        end = time.monotonic() + limit_s
+        while self.on_gloo and storage() is not None and time.monotonic() < end:
+            time.sleep(0)
 
     def same_everywhere(self, value: int, what: str) -> None:
         """Checked mode: raise where a number that must be equal on all ranks isn't."""

@@ -14,10 +14,14 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from zplan.planner.config import Attention, Checkpointing
 from zplan.planner.models import Architecture
+
+FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+"""Flash in 16 bits, memory-efficient in fp32 on CUDA; on a CPU, torch's own flash kernel for both."""
 
 
 class RMSNorm(nn.Module):
@@ -52,7 +56,12 @@ def rotary_tables(arch: Architecture, seq: int, *, device: torch.device, dtype: 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (B, H, T, D)."""
+    """Rotary embedding of (B, T, H, D).
+
+    Before heads and tokens change places: attention's output has the memory order of its queries, and in this order the
+    output projection needs no copy of it.
+    """
+    cos, sin = cos[:, None], sin[:, None]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -60,11 +69,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, kind: Attention) -> Tensor:
     """Causal attention. q (B, H, T, D); k, v (B, G, T, D); returns (B, T, H*D)."""
     b, h, t, d = q.shape
-    if kind == "sdpa":
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=h != k.shape[1])
+    fused = kind == "sdpa"
+    # Not every torch has an fp32 kernel on CUDA that shares keys among heads.
+    if h != k.shape[1] and not (fused and (q.dtype != torch.float32 or not q.is_cuda)):
+        k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
+    if fused:
+        # Which kernel runs decides what is saved, so it is pinned; without one of these torch would fall back to
+        # writing all T * T scores.
+        with sdpa_kernel(FUSED_ATTENTION):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=h != k.shape[1])
     else:
-        if h != k.shape[1]:
-            k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
         scores = (q @ k.transpose(-2, -1)) * d**-0.5
         future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
@@ -89,10 +103,10 @@ class LlamaBlock(nn.Module):
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, t, _ = x.shape
-        q = self.q(x).view(b, t, self.arch.heads, -1).transpose(1, 2)
-        k = self.k(x).view(b, t, self.arch.kv_heads, -1).transpose(1, 2)
-        v = self.v(x).view(b, t, self.arch.kv_heads, -1).transpose(1, 2)
-        return self.o(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, self.attention))
+        q = rotate(self.q(x).view(b, t, self.arch.heads, -1), cos, sin)
+        k = rotate(self.k(x).view(b, t, self.arch.kv_heads, -1), cos, sin)
+        v = self.v(x).view(b, t, self.arch.kv_heads, -1)
+        return self.o(attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.attention))
 
     def feed(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -166,8 +180,8 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(self.features(ids))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1))
+        # No name for the logits: those in 16 bits go as soon as they are cast.
+        return F.cross_entropy(self.head(self.features(ids)).flatten(0, 1).float(), labels.view(-1))
 
 
 @torch.no_grad()

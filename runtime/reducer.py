@@ -11,6 +11,8 @@ when compute waits for copies that are long done, and only then are they freed.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,8 @@ class Reducer:
         self.next = 0
         self.ready: set[FlatUnit] = set()
         self.slot: Tensor | None = None
-        self.retained: list[Tensor | None] = []
+        self.retained: list[tuple[str, Tensor]] = []
+        """(size class, gradient) of the unit that was reduced last."""
         self.copied: torch.cuda.Event | None = None
         self.slot_numel = max((u.layout.max_piece_numel for u in units), default=0)
         self.micro_step = 0
@@ -74,7 +77,7 @@ class Reducer:
             done = self.streams.mark()
         self.streams.wait(done)
         self.retire()
-        self.slot = None
+        self._drop_slot()
         self.next = 0
         self.ready.clear()
         self.micro_step += 1
@@ -94,9 +97,16 @@ class Reducer:
             done = self.streams.mark()
         self.streams.wait(done)
         self.retire()
-        self.slot, self.next = None, 0
+        self._drop_slot()
+        self.next = 0
         self.ready.clear()
         self.drop()
+
+    def _drop_slot(self) -> None:
+        if self.slot is not None:
+            storage = weakref.ref(self.slot.untyped_storage())
+            self.slot = None
+            self.collectives.until_released(storage)
 
     def _take_grad(self, unit: FlatUnit) -> Tensor:
         if unit.grad is None:
@@ -119,7 +129,7 @@ class Reducer:
                 self._reduce_through_slot(unit, landed, grad, self.slot)
             else:
                 self._reduce_in_place(unit, landed, grad)
-        self.retained = landed
+        self.retained = [(unit.placement.size_class, g) for g in landed if g is not None]
 
     def _reduce_in_place(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor) -> None:
         """Accumulate whole gradients; at the last micro-step sum them over ranks where there are any."""

@@ -5,6 +5,9 @@ CUDA the allocator's own counters are read. Names come from who holds a storage:
 parameters and reads the size of what it finds. What nobody named there holds is an activation, told apart by the phase in
 which it was born. Between two phases nothing is in flight, so there every line must be there to the byte or not at
 all; inside a phase only the peak counts. Bytes that no line claims fail the check.
+
+[Note: activations at boundaries] What forward saves is compared by birth from the turn of the step on, and what backward hands on as one
+sum. Before the turn a unit's output may die anywhere in the next phase, so there only peaks are compared.
 """
 
 from __future__ import annotations
@@ -18,12 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zplan.planner.ledger import Ledger
+from zplan.planner.ledger import Ledger, Line
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 
 ACTIVATIONS = "act"
 """Name under which the walk puts what no owner holds."""
+
+BACKWARD = "backward"
+"""Birth of everything that backward made."""
+
+IN_FLIGHT = (".forward", ".backward", ".reduce")
+"""Ends of the lines that live inside one phase only."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,9 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     seen_slots: set[int] = set()
     for u in engine.units:
         name = u.placement.size_class
+        for p in u.params:
+            if p.grad is not None:
+                yield f"grads.{name}", p.grad
         for attribute in ("master", "exp_avg", "exp_avg_sq"):
             tensor = getattr(u, attribute)
             if tensor is not None:
@@ -78,6 +90,8 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield f"grads.{'full' if full else 'shard'}.{name}", u.grad
         for nan in u.placeholders:
             yield "params.placeholder", nan
+    for name, tensor in engine.reducer.retained:
+        yield f"grads.{name}", tensor
     yield "optim.scalars", engine.optimizer.scalars
     yield "optim.norms", engine.optimizer.norms
     if engine.reducer.slot is not None:
@@ -124,6 +138,9 @@ class Meter:
     def attach(self, engine: Engine) -> None:
         """Follow an engine's phases and learn its batches."""
         self.engine = engine
+        if self.registry is not None:
+            self.registry.peaks.clear()
+            self.registry.enter("idle")
         engine.on_phase = self._enter
         engine.register_forward_pre_hook(self._note_data, with_kwargs=True)
 
@@ -166,8 +183,9 @@ class Meter:
             storage = record.ref()
             if storage is None or storage._cdata in owners:
                 continue
-            birth = "data" if storage._cdata in self.data_names else record.phase
-            out[ACTIVATIONS, birth] += record.nbytes
+            pass_ = record.phase.partition(".")[0]
+            birth = BACKWARD if pass_ in ("backward", "reduce") else record.phase
+            out[ACTIVATIONS, "data" if storage._cdata in self.data_names else birth] += record.nbytes
         return dict(out)
 
     # --- comparing -------------------------------------------------------------------------------------------------
@@ -177,13 +195,16 @@ class Meter:
         lines: dict[str, Row] = {}
         stray: dict[str, Row] = {}
         index = {p: i for i, p in enumerate(ledger.phases)}
+        turn = index["backward.loss"]
         for before, after, found in self.boundaries:
             at = index.get(before)
             if at is None or index.get(after) != at + 1:
                 continue
-            expected = _expected(ledger, at, by_birth=self.registry is not None)
+            expected = _expected(ledger, at, turn, by_birth=self.registry is not None)
             for key in expected.keys() | found.keys():
-                name, want, have = _name(ledger, key, at), expected.get(key, 0), found.get(key, 0)
+                if key[0] == ACTIVATIONS and at < turn - 1:
+                    continue
+                name, want, have = _name(ledger, key, at, turn), expected.get(key, 0), found.get(key, 0)
                 row = Row(name, f"{before} | {after}", want, have)
                 table = lines if key in expected or name in lines else stray
                 if name not in table or abs(row.difference) >= abs(table[name].difference):
@@ -196,37 +217,47 @@ class Meter:
         return Comparison(tuple(lines.values()), peaks, tuple(r for r in stray.values() if r.measured))
 
 
-def _expected(ledger: Ledger, at: int, *, by_birth: bool) -> dict[tuple[str, str], int]:
+def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tuple[str, str], int]:
     """What must be alive between phase `at` and the next, keyed as `Meter._snapshot` keys it."""
     out: Counter[tuple[str, str]] = Counter()
     for line in ledger.lines:
         if line.tier != "device" or line.kind == "overhead":
             continue
-        for first, last in line.spans:
-            if first <= at < last:
-                out[_key(ledger, line.id, line.kind, first, by_birth=by_birth)] += line.nbytes
+        for span in line.spans:
+            if _crosses(line, span, at, turn):
+                out[_key(ledger, line, span[0], turn, by_birth=by_birth)] += line.nbytes
     return dict(out)
 
 
-def _key(ledger: Ledger, line_id: str, kind: str, first: int, *, by_birth: bool) -> tuple[str, str]:
-    if kind != "activations":
-        return line_id, ""
+def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
+    """Whether an instance is alive at the end of phase `at`. What backward makes and hands on has its line from the next phase on."""
+    first, last = span
+    if line.kind == "activations" and first > turn and not line.id.endswith(IN_FLIGHT):
+        return first <= at + 1 <= last
+    return first <= at < last
+
+
+def _key(ledger: Ledger, line: Line, first: int, turn: int, *, by_birth: bool) -> tuple[str, str]:
+    if line.kind != "activations" or (line.id.startswith("grads.") and line.id != "grads.tied"):
+        return line.id, ""
     if not by_birth:
         return ACTIVATIONS, ""
-    return ACTIVATIONS, "data" if line_id.startswith("data.") else ledger.phases[first]
+    if line.id.startswith("data."):
+        return ACTIVATIONS, "data"
+    return ACTIVATIONS, BACKWARD if first >= turn else ledger.phases[first]
 
 
-def _name(ledger: Ledger, key: tuple[str, str], at: int) -> str:
+def _name(ledger: Ledger, key: tuple[str, str], at: int, turn: int) -> str:
     """What a row is called: the line's id, or the ids of all activation lines that share a birth."""
     if key[0] != ACTIVATIONS:
         return key[0]
     ids = dict.fromkeys(
         line.id
         for line in ledger.lines
-        for first, last in line.spans
-        if line.kind == "activations"
-        and first <= at < last
-        and key[1] in ("", _key(ledger, line.id, line.kind, first, by_birth=True)[1])
+        for span in line.spans
+        if _crosses(line, span, at, turn)
+        and key in ((ACTIVATIONS, ""), _key(ledger, line, span[0], turn, by_birth=True))
+        and line.kind == "activations"
     )
     return " + ".join(ids) or f"born in {key[1]}"
 

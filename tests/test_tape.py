@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zplan.planner.aten import DEVICES, Aten
 from zplan.planner.strides import dense_like, is_dense, row_major, view_strides
-from zplan.planner.tape import PRIME_B, PRIME_T, ROUNDED, WIDTH, Tape, UnitGradients, monomials
+from zplan.planner.tape import PRIME_B, PRIME_T, TILE_128, WIDTH, Tape, UnitGradients, monomials
 
 
 def start(*, in_place: bool = False) -> tuple[Tape, Aten]:
@@ -50,10 +50,10 @@ def test_levels_are_exact_for_every_batch_and_sequence():
 def test_kernel_bytes_count_in_their_own_half():
     tape, _ = start()
     tape.enter("one")
-    held = tape.new((PRIME_T,), 4, "tensor"), tape.workspace(10, 4, "tiles", rounded=True)
+    held = tape.new((PRIME_T,), 4, "tensor"), tape.padded(40, TILE_128, "tiles", kernel=True)
     tape.close()
     (level,) = (v for v in tape.levels[-1] if any(v))
-    assert level[WIDTH + ROUNDED] == 40
+    assert level[WIDTH + TILE_128] == 40
     assert peak(tape, b=2, t=129) == 4 * 129 + 40 * 2 * 256
     del held
 

@@ -52,8 +52,8 @@ def config(
 def batch(vocab: int, step: int, rank: int, micro_step: int) -> tuple[Tensor, Tensor]:
     """Inputs and labels (MICRO_BATCH, SEQ), each with a storage of its own."""
     g = torch.Generator().manual_seed(step * 10_000 + rank * 100 + micro_step)
-    tokens = torch.randint(0, vocab, (MICRO_BATCH, SEQ + 1), generator=g)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    inputs = torch.randint(0, vocab, (MICRO_BATCH, SEQ), generator=g)
+    return inputs, torch.randint(0, vocab, (MICRO_BATCH, SEQ), generator=g)
 
 
 def build(arch: Architecture, checkpointing: Checkpointing = "none", device: str = "meta") -> Decoder:
