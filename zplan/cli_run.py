@@ -153,6 +153,7 @@ class Size(click.ParamType):
 @SEED
 @click.option("--json", "as_json", is_flag=True, help="Every line of every rank, in exact bytes, on stdout.")
 def verify(
+    *,
     plan: Path,
     steps: int,
     tolerance: float | None,
