@@ -164,6 +164,22 @@ def test_stopping_is_one_line_and_a_shell_s_exit_code(plan_folder, monkeypatch):
     assert done.stderr == "zplan: stopped by SIGTERM: rank 0 was in step 3, phase `loss`; all ranks have ended\n"
 
 
+@pytest.mark.parametrize(
+    "words", [("run", "plan.json", "--data", "text.txt"), ("verify", "plan.json"), ("demo", "--out", "d")]
+)
+def test_without_torch_training_is_refused_in_one_sentence(plan_folder, tmp_path, words):
+    hide = "import sys; sys.modules['torch'] = None; from zplan.cli import main; main(sys.argv[1:])"
+    words = [str(plan_folder / w) if w.startswith(("plan.", "text.")) else w for w in words]
+    done = subprocess.run(
+        [sys.executable, "-c", hide, *words], cwd=tmp_path, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: training needs torch, which is not installed\n\nhint: pip install 'zplan[runtime]'\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
 # --- the demo's folder ------------------------------------------------------------------------------------------------
 
 
