@@ -19,7 +19,7 @@ class Observer(Protocol):
 
 
 def mark_phases(model: Decoder, registry: Observer) -> None:  # noqa: C901  (four small hooks)
-    """Hooks that enter the ledger's phases. A unit's gradients stay until the next unit's have landed, as in the runtime."""
+    """Hooks that enter the phases. A unit's gradients stay until the next unit's have landed, as in the runtime."""
     retained: list[Tensor] = []
 
     def recomputing() -> bool:
