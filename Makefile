@@ -1,7 +1,7 @@
 # `make check` is what CI runs. Every target works from a clean clone after `make dev`.
 PYTHON ?= .venv/bin/python
 
-.PHONY: dev test fast lint format types typing-shim check
+.PHONY: dev test fast lint format types typing-shim check golden bench
 
 dev:
 	python3 -m venv .venv
@@ -34,3 +34,10 @@ types: typing-shim
 	$(PYTHON) -m mypy
 
 check: lint types test
+
+# Rewrites what the documents show of commands' output; look at the diff.
+golden:
+	ZPLAN_REWRITE=1 $(PYTHON) -m pytest -q tests/test_readme.py
+
+bench:
+	$(PYTHON) tests/bench/cold_start.py

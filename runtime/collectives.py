@@ -5,6 +5,7 @@ Gathers write straight into the buffer that compute reads; reduces read the buff
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 
@@ -18,6 +19,9 @@ from zplan.runtime.mesh import Mesh
 # torch 2.13 renamed both and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_instances = itertools.count()
+"""Engines of one process, which all ranks make in the same order: their store keys must not meet."""
 
 
 class Collectives:
@@ -35,6 +39,7 @@ class Collectives:
     def __init__(self, mesh: Mesh, *, checked: bool) -> None:
         self.mesh, self.checked = mesh, checked and mesh.world_size > 1 and not _is_fake()
         self.sequence = 0
+        self.instance = next(_instances)
         self.on_gloo = mesh.reduces is not None and dist.get_backend(mesh.reduces) == "gloo"
 
     def all_gather(self, full: Tensor, own: Tensor, unit: str) -> None:
@@ -72,7 +77,7 @@ class Collectives:
         """Checked mode: raise where a number that must be equal on all ranks isn't."""
         if not self.checked:
             return
-        seen = self._exchange("hash", str(value))
+        seen = self._exchange(f"{value}")
         if len(set(seen)) > 1:
             odd = [r for r, v in enumerate(seen) if v != seen[0]]
             raise ZplanError(
@@ -83,7 +88,7 @@ class Collectives:
     def _announce(self, kind: str, unit: str) -> None:
         if not self.checked:
             return
-        seen = self._exchange("order", f"{kind} of {unit}")
+        seen = self._exchange(f"{kind} of {unit}")
         if len(set(seen)) > 1:
             said = "; ".join(f"rank {r}: {v}" for r, v in enumerate(seen))
             raise ZplanError(
@@ -91,16 +96,19 @@ class Collectives:
                 "every rank must run the same modules in the same order",
             )
 
-    def _exchange(self, topic: str, text: str) -> list[str]:
+    def _exchange(self, text: str) -> list[str]:
+        """What every rank says at this point, in rank order."""
         store = dist.distributed_c10d._get_default_store()
         self.sequence += 1
-        key = f"zplan/{topic}/{self.sequence}"
-        store.set(f"{key}/{self.mesh.rank}", text)
-        seen = [store.get(f"{key}/{r}").decode() for r in range(self.mesh.world_size)]
-        # Everyone has read the sequence before last once everyone has written the last one.
+        store.set(self._key(self.sequence, self.mesh.rank), text)
+        seen = [store.get(self._key(self.sequence, r)).decode() for r in range(self.mesh.world_size)]
+        # Who has written the last one has read the one before, so nobody reads the one before that again.
         if self.sequence > 2:
-            store.delete_key(f"zplan/order/{self.sequence - 2}/{self.mesh.rank}")
+            store.delete_key(self._key(self.sequence - 2, self.mesh.rank))
         return seen
+
+    def _key(self, sequence: int, rank: int) -> str:
+        return f"zplan/check/{self.instance}/{sequence}/{rank}"
 
 
 def _is_fake() -> bool:

@@ -196,5 +196,5 @@ def init_parameter(name: str, tensor: Tensor, seed: int) -> None:
     if tensor.dim() == 1:
         tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         return
-    generator = torch.Generator(device="cpu").manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
-    tensor.copy_(torch.empty(tensor.shape).normal_(0.0, 0.02, generator=generator))
+    generator = torch.Generator(device=tensor.device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+    tensor.normal_(0.0, 0.02, generator=generator)

@@ -10,6 +10,7 @@ from zplan.planner.api import plan as make_plan
 from zplan.planner.errors import ZplanError
 from zplan.planner.plan_file import save_plan, write_files
 from zplan.runtime.outcome import Outcome
+from zplan.runtime.preflight import require_torch
 from zplan.runtime.start import Training, train
 from zplan.runtime.tokenizer import BYTES_VOCAB
 
@@ -98,6 +99,7 @@ def write_inputs(folder: Path) -> Path:
 
 def demo(folder: Path, *, num_steps: int, seed: int) -> tuple[Outcome, str]:
     """Plan, train on two CPU ranks at stage 3, compare; returns the outcome and a closing text."""
+    require_torch()
     plan = write_inputs(folder)
     wanted = Training(folder / "text.txt", num_steps, seed=seed, tokenizer="bytes", print_every=max(1, num_steps // 10))
     outcome = train(plan, wanted)

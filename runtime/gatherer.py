@@ -30,7 +30,7 @@ class Gatherer:
 
     def need(self, unit: FlatUnit) -> None:
         """Make a unit's values readable on the current stream."""
-        if unit.open and unit.valid:
+        if unit.summoned or (unit.open and unit.valid):
             return
         self.prefetch(unit)
         if unit.gathered is not None:

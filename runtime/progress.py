@@ -7,9 +7,39 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 import torch
+
+if TYPE_CHECKING:
+    from zplan.runtime.verify import Meter
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds, and the most it held in the step, where that is known. In bytes."""
+
+    what: Literal["allocated", "live", "resident"]
+    """Of the CUDA allocator, of all storages that a meter follows, or of the whole process."""
+    now: int
+    peak: int | None = None
+
+    def __str__(self) -> str:
+        peak = "" if self.peak is None else f", peak {self.peak / 2**20:,.1f}"
+        return f"{self.now / 2**20:,.1f} MiB {self.what}{peak}"
+
+
+def memory_now(device: torch.device, meter: Meter | None = None) -> Memory:
+    """Between steps. A meter resets the allocator's peak in every phase, so while there is one it tells the peak."""
+    peak = max(meter.peaks.values(), default=0) if meter is not None else None
+    if device.type == "cuda":
+        highest = torch.cuda.max_memory_allocated(device) if peak is None else peak
+        return Memory("allocated", torch.cuda.memory_allocated(device), highest)
+    if meter is not None and meter.registry is not None:
+        return Memory("live", meter.registry.live_bytes, peak)
+    import psutil
+
+    return Memory("resident", psutil.Process().memory_info().rss)
 
 
 @dataclass(frozen=True)
@@ -21,17 +51,7 @@ class StepRecord:
     grad_norm: float
     seconds: float
     tokens: int
-    memory: str
-
-
-def memory_now(device: torch.device) -> str:
-    """What this rank holds: the allocator's numbers on a GPU, the process on a CPU."""
-    if device.type == "cuda":
-        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        return f"{now / 2**20:,.1f} MiB allocated, peak {peak / 2**20:,.1f}"
-    import psutil
-
-    return f"{psutil.Process().memory_info().rss / 2**20:,.0f} MiB resident"
+    memory: Memory
 
 
 def line(r: StepRecord, steps: int) -> str:

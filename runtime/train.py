@@ -35,17 +35,14 @@ def train(job: Job, board: Board) -> None:
         if job.cap_bytes is not None:
             limit_device_memory(job.cap_bytes, plan.ledger, device)
     board.enter("initialization")
-    meter = Meter(device) if job.measured_steps else nullcontext()
-    with meter:
+    with Meter(device) if job.measured_steps else nullcontext() as meter:
         engine = build(plan, job)
-        if isinstance(meter, Meter):
-            meter.attach(engine)
-        run = Run(engine, plan, job, board)
+        run = Run(engine, plan, job, board, meter)
         for step in range(1, job.measured_steps + 1):
             run.step(step)
-        if isinstance(meter, Meter):
+        if meter is not None:
             write_measured(job.folder, board.rank, str(device), meter.compare(ledger_of(plan, engine)))
-    engine.on_phase = board.follow
+    run.follow(None)
     for step in range(job.measured_steps + 1, job.steps + 1):
         run.step(step)
     board.enter("end")
@@ -78,24 +75,31 @@ def ledger_of(plan: Plan, engine: Engine) -> Ledger:
 class Run:
     """The steps of one training."""
 
-    def __init__(self, engine: Engine, plan: Plan, job: Job, board: Board) -> None:
+    def __init__(self, engine: Engine, plan: Plan, job: Job, board: Board, meter: Meter | None) -> None:
         assert job.corpus is not None
         c = engine.choice
-        self.engine, self.board = engine, board
+        self.engine, self.job, self.board = engine, job, board
         self.batches = Batches(
             job.corpus, plan.choice.seq, c.micro_batch, c.accumulation, c.world_size, engine.rank, seed=job.seed
         )
         self.progress = Progress(job.steps, job.print_every)
-        listener = engine.on_phase
-        if listener is not None:  # a meter's: it and the board both follow
+        self.follow(meter)
 
-            def both(phase: str) -> None:
-                board.follow(phase)
-                listener(phase)
-
-            engine.on_phase = both
-        else:
+    def follow(self, meter: Meter | None) -> None:
+        """Let the board, and a meter where there is one, hear of every phase."""
+        self.meter, board, engine = meter, self.board, self.engine
+        if meter is None:
             engine.on_phase = board.follow
+            return
+        meter.attach(engine)
+        heard = engine.on_phase
+        assert heard is not None
+
+        def both(phase: str) -> None:
+            board.follow(phase)
+            heard(phase)
+
+        engine.on_phase = both
 
     def step(self, step: int) -> None:
         """All micro-steps of one optimizer step, and the step; prints on rank 0."""
@@ -118,8 +122,9 @@ class Run:
         mean = mean_over_ranks(engine, f"loss/{step}", total / accumulation)
         seconds = time.perf_counter() - start
         if engine.rank == 0:
-            tokens = engine.choice.global_batch * self.batches.seq
-            self.progress.add(StepRecord(step, mean, norm, seconds, tokens, memory_now(engine.device)))
+            ranks = 1 if self.job.world else engine.world_size  # pretended ranks compute nothing
+            tokens = ranks * self.batches.micro_batch * accumulation * self.batches.seq
+            self.progress.add(StepRecord(step, mean, norm, seconds, tokens, memory_now(engine.device, self.meter)))
 
 
 def mean_over_ranks(engine: Engine, key: str, value: float) -> float:

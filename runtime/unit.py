@@ -47,6 +47,8 @@ class FlatUnit:
         """A resident unit's flat buffer holds every rank's newest values."""
         self.gathered: torch.cuda.Event | None = None
         self.open = False
+        self.summoned = False
+        """Shown whole by `summon`, which alone ends that."""
         self.landed: set[int] = set()
         """Indices of parameters whose gradient of this backward is there."""
 
@@ -94,7 +96,7 @@ class FlatUnit:
 
     def hide(self) -> None:
         """Point every parameter at its NaN placeholder. See [Note: placeholder]."""
-        if self.open and self.placeholders:
+        if self.open and self.placeholders and not self.summoned:
             for p, nan in zip(self.params, self.placeholders, strict=True):
                 p.data = nan
             self.open = False

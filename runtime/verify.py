@@ -141,6 +141,8 @@ class Meter:
         if self.registry is not None:
             self.registry.peaks.clear()
             self.registry.enter("idle")
+        else:
+            torch.cuda.reset_peak_memory_stats(self.device)
         engine.on_phase = self._enter
         engine.register_forward_pre_hook(self._note_data, with_kwargs=True)
 

@@ -9,7 +9,7 @@ import pytest
 from zplan.runtime.data import Corpus
 from zplan.runtime.job import Job
 from zplan.runtime.outcome import Line, Measured, Outcome, read_measured, write_measured
-from zplan.runtime.progress import Progress, StepRecord
+from zplan.runtime.progress import Memory, Progress, StepRecord
 
 
 def rank(number: int, *, off: int = 0, stray: int = 0, device: str = "cpu") -> Measured:
@@ -112,8 +112,10 @@ def test_progress_prints_every_few_steps_and_overwrites_on_a_terminal(tmp_path, 
     out = Terminal(live)
     progress = Progress(10, 4, out)
     for step in range(1, 11):
-        progress.add(StepRecord(step, 3.25, 1.0, 0.5, 1024, "5 MiB resident"))
-    assert out.text.count("loss 3.2500  grad norm 1.000  2,048 tokens/s  0.500 s  5 MiB resident") == len(expected)
+        progress.add(StepRecord(step, 3.25, 1.0, 0.5, 1024, Memory("live", 5 * 2**20, 6 * 2**20)))
+    assert out.text.count("loss 3.2500  grad norm 1.000  2,048 tokens/s  0.500 s  5.0 MiB live, peak 6.0") == len(
+        expected
+    )
     assert out.text.count("\n") == 4
     assert ("\r" in out.text) == live
     progress.write(tmp_path / "steps.jsonl")

@@ -66,15 +66,17 @@ def fill(name: str, tensor: Tensor) -> None:
 
 
 def reference(
-    arch: Architecture, *, steps: int, world_size: int, accumulation: int, dtype: torch.dtype = torch.float32
+    arch: Architecture, *, steps: int, world_size: int, accumulation: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> list[tuple[float, float]]:
     """(mean loss, gradient norm before clipping) of each step: the same micro-batches in one process, plain torch.
 
     In bf16 the model computes in bf16 from fp32 master weights, and gradients are added up in fp32.
     """
-    model = build(arch, device="cpu")
+    model = build(arch, device="cpu").to(device)
     for name, p in model.named_parameters():
-        init_parameter(name, p.data, 0)
+        values = torch.empty(p.shape, device=device)
+        init_parameter(name, values, 0)
+        p.data.copy_(values)
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     model.to(dtype)
     optimizer = torch.optim.AdamW(masters, **ADAMW, fused=True)
@@ -85,7 +87,7 @@ def reference(
         sums = [torch.zeros_like(m) for m in masters]
         for rank in range(world_size):
             for k in range(accumulation):
-                loss = model(*batch(arch.vocab, step, rank, k))
+                loss = model(*(x.to(device) for x in batch(arch.vocab, step, rank, k)))
                 loss.backward()
                 total += loss.item() / count
                 for s, p in zip(sums, model.parameters(), strict=True):

@@ -153,6 +153,7 @@ class Size(click.ParamType):
 @SEED
 @click.option("--json", "as_json", is_flag=True, help="Every line of every rank, in exact bytes, on stdout.")
 def verify(
+    *,
     plan: Path,
     steps: int,
     tolerance: float | None,
@@ -179,7 +180,7 @@ def verify(
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("zplan-demo"), show_default=True, help="Folder to write."
 )
-@click.option("--steps", type=click.IntRange(2), default=200, show_default=True, help="Optimizer steps.")
+@click.option("--steps", type=click.IntRange(2), default=150, show_default=True, help="Optimizer steps.")
 @SEED
 def demo(out: Path, steps: int, seed: int) -> None:
     """Plan and train a small model on this machine's own Python sources: two CPU ranks, stage 3, under 90 seconds."""

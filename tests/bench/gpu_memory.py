@@ -1,0 +1,70 @@
+"""Predicted against measured bytes on a GPU, by phase.
+
+torchrun --standalone --nproc-per-node N tests/bench/gpu_memory.py MODEL STAGE MICRO_BATCH SEQ [full] [bf16|fp32] [K]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from shapes import SHAPES, spec
+
+from zplan.planner.predict import predict
+from zplan.runtime.decoder import Decoder, init_parameter
+from zplan.runtime.engine import initialize
+from zplan.runtime.mesh import own_device
+from zplan.runtime.verify import Meter
+
+
+def main() -> None:
+    name, stage, micro_batch, seq = sys.argv[1], *(int(x) for x in sys.argv[2:5])
+    rest = sys.argv[5:]
+    accumulation = next((int(x) for x in rest if x.isdigit()), 1)
+    world = next((int(x[5:]) for x in rest if x.startswith("world")), None)
+    arch, checkpointing = SHAPES[name], "full" if "full" in rest else "none"
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": "fp32" not in rest},
+        "zero_optimization": {"stage": stage},
+        "zplan": {"seq": seq, "checkpointing": checkpointing},
+    }
+    device = own_device()
+    with Meter(device) as meter:
+        with torch.device("meta"):
+            model = Decoder(arch, checkpointing=checkpointing)
+        engine, *_ = initialize(
+            model=model, config=config, init=lambda n, t: init_parameter(n, t, 0), world=world
+        )
+        meter.attach(engine)
+        for _ in range(3):
+            for _ in range(accumulation):
+                ids = torch.randint(0, arch.vocab, (micro_batch, seq), device=device)
+                labels = torch.randint(0, arch.vocab, (micro_batch, seq), device=device)
+                loss = engine(ids, labels)
+                engine.backward(loss)
+                engine.step()
+                del ids, labels, loss
+        ledger = predict(spec(name), engine.choice)
+        c = meter.compare(ledger)
+    if engine.rank == 0:
+        stats = torch.cuda.memory_stats()
+        free, total = torch.cuda.mem_get_info()
+        out = sys.stdout.write
+        out(f"== {name} stage {stage} mb {micro_batch} seq {seq} k {accumulation} {checkpointing} world {engine.world_size}\n")
+        wrong = [r for r in (*c.lines, *c.peaks) if r.difference]
+        for r in sorted(wrong, key=lambda r: -abs(r.difference))[:14]:
+            out(f"  {r.where:42} {r.name[:60]:60} {r.predicted:>15,} {r.measured:>15,} {r.difference:>+13,}\n")
+        top = c.peak
+        out(
+            f"  {len(wrong)} of {len(c.lines) + len(c.peaks)} rows differ; peak {top.where}: predicted "
+            f"{max(r.predicted for r in c.peaks):,} measured {top.measured:,} "
+            f"({(max(r.predicted for r in c.peaks) / top.measured - 1) * 100:+.3f} %)\n"
+            f"  allocated peak {stats['allocated_bytes.all.peak']:,} reserved peak {stats['reserved_bytes.all.peak']:,} "
+            f"device used {total - free:,}\n"
+        )
+    engine.close()
+
+
+main()
