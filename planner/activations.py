@@ -120,13 +120,16 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
 
 
 def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
-    """Numbers of each unit; those of the middle block under `block`."""
+    """Numbers of each unit; those of a block that is not the last, where there is one, under `block`."""
     arch = _architecture(spec, choice)
     sim = _simulation(arch, choice)
     scale = monomials(choice.micro_batch, choice.seq)
     working = {p: max(_dot(v, scale) for v in levels) for p, levels in zip(sim.phases, sim.working, strict=True)}
     out = {}
+    stands_for_all = "blocks.1" if arch.layers >= SIMULATED_BLOCKS else "blocks.0"
     for unit in dict.fromkeys(p.partition(".")[2] for p in sim.phases if p.startswith("forward.")):
+        if unit.startswith("blocks.") and unit != stands_for_all:
+            continue
         detail = tuple((label, _dot(level, scale)) for u, label, level in sim.detail if u == unit)
         forward, backward, reduce = (working.get(f"{x}.{unit}", 0) for x in ("forward", "backward", "reduce"))
         out[_kind(unit)] = UnitProfile(sum(n for _, n in detail), forward, backward, reduce, detail)

@@ -27,9 +27,9 @@ class Summoned:
     def __init__(self, engine: Engine, module: nn.Module, *, write: bool) -> None:
         self.engine, self.write = engine, write
         mine = set(module.parameters())
-        self.units = [u for u in engine.units if mine & set(u.params)]
+        # Inside another summon of the same unit the outer one keeps it whole.
+        self.units = [u for u in engine.units if mine & set(u.params) and not u.summoned]
         self.copies: list[Tensor | None] = []
-        self.was_open: list[bool] = []
         self.sums: list[int] = []
 
     @torch.no_grad()
@@ -38,12 +38,12 @@ class Summoned:
         if in_backward():
             raise ZplanError("`summon` inside backward", "summon between steps")
         for u in self.units:
-            self.was_open.append(u.open)
             if u.slot is None:
                 engine.gatherer.need(u)
                 self.copies.append(None)
             else:
                 self.copies.append(self._copy_out(u))
+            u.open = u.summoned = True
             if not self.write:
                 self.sums.append(checksum(self._values(len(self.copies) - 1)))
 
@@ -55,8 +55,8 @@ class Summoned:
             for i, u in enumerate(self.units):
                 if self.write:
                     self._take_in(i)
+                u.summoned = False
                 if self.copies[i] is not None:
-                    u.open = True
                     u.hide()
         self.copies.clear()
         if touched and error is None:
@@ -72,12 +72,8 @@ class Summoned:
     def _copy_out(self, u: FlatUnit) -> Tensor:
         """Gather a ringed unit beside the ring."""
         engine = self.engine
-        assert u.master is not None and u.slot is not None
-        full = torch.empty_like(u.slot.buffer)
-        for piece in u.layout.pieces:
-            own = u.own(full, piece)
-            own.copy_(u.shard_of(u.master, piece))
-            engine.collectives.all_gather(full[piece.offset : piece.offset + piece.numel], own, u.name)
+        full = torch.empty_like(u.buffer)
+        engine.collectives.all_gather(u.fill_own(full), u.name)
         for p, entry, shape in zip(u.params, u.layout.entries, u.shapes, strict=True):
             p.data = full[entry.offset : entry.end].view(shape)
         return full

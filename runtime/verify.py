@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zplan.planner.ledger import Ledger, Line
+from zplan.planner.overhead import CUBLAS
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 
@@ -141,6 +142,8 @@ class Meter:
         if self.registry is not None:
             self.registry.peaks.clear()
             self.registry.enter("idle")
+        else:
+            torch.cuda.reset_peak_memory_stats(self.device)
         engine.on_phase = self._enter
         engine.register_forward_pre_hook(self._note_data, with_kwargs=True)
 
@@ -221,7 +224,7 @@ def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tup
     """What must be alive between phase `at` and the next, keyed as `Meter._snapshot` keys it."""
     out: Counter[tuple[str, str]] = Counter()
     for line in ledger.lines:
-        if line.tier != "device" or line.kind == "overhead":
+        if line.tier != "device" or (line.kind == "overhead" and line.id != CUBLAS):
             continue
         for span in line.spans:
             if _crosses(line, span, at, turn):
@@ -238,6 +241,8 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
 
 
 def _key(ledger: Ledger, line: Line, first: int, turn: int, *, by_birth: bool) -> tuple[str, str]:
+    if line.id == CUBLAS:
+        return ACTIVATIONS, ""
     if line.kind != "activations" or (line.id.startswith("grads.") and line.id != "grads.tied"):
         return line.id, ""
     if not by_birth:
@@ -257,7 +262,7 @@ def _name(ledger: Ledger, key: tuple[str, str], at: int, turn: int) -> str:
         for span in line.spans
         if _crosses(line, span, at, turn)
         and key in ((ACTIVATIONS, ""), _key(ledger, line, span[0], turn, by_birth=True))
-        and line.kind == "activations"
+        and (line.kind == "activations" or line.id == CUBLAS)
     )
     return " + ".join(ids) or f"born in {key[1]}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -9,38 +10,62 @@ import pytest
 import torch
 import workload as w
 
-from zplan.runtime.engine import initialize
+from zplan.planner.predict import predict
+from zplan.runtime.engine import Engine, initialize
+from zplan.runtime.verify import Meter
+
+
+METERED_STEPS = 2
 
 
 def train(
-    rank: int, world_size: int, arch_name: str, config: dict[str, Any], steps: int, checked: bool
+    rank: int, world_size: int, arch_name: str, config: dict[str, Any], steps: int, checked: bool, metered: bool = False
 ) -> dict[str, Any]:
-    """Losses and norms of this rank, and the final parameters of the whole model."""
-    arch = w.ARCHS[arch_name]
-    engine, *_ = initialize(
-        model=w.build(arch, config["zplan"]["checkpointing"]), config=config, init=w.fill, checked=checked
-    )
-    accumulation = config["gradient_accumulation_steps"]
+    """Losses and norms of this rank, the final parameters of the whole model, and predicted beside measured bytes."""
+    arch, accumulation = w.ARCHS[arch_name], config["gradient_accumulation_steps"]
     losses, norms = [], []
-    for step in range(steps):
-        total = 0.0
-        for k in range(accumulation):
-            loss = engine(*w.batch(arch.vocab, step, rank, k))
-            engine.backward(loss)
-            engine.step()
-            total += loss.item() / accumulation
-        losses.append(total)
-        norms.append(engine.grad_norm.item())
+    meter = Meter(torch.device("cpu")) if metered else None
+    with meter or nullcontext():
+        model = w.build(arch, config["zplan"]["checkpointing"])
+        engine, *_ = initialize(model=model, config=config, init=w.fill, checked=checked)
+        if meter is not None:
+            meter.attach(engine)
+        for step in range(METERED_STEPS):
+            one_step(engine, step, losses, norms, arch.vocab)
+        comparison = None if meter is None else meter.compare(predict(w.spec(arch), engine.choice))
+    for step in range(METERED_STEPS, steps):
+        one_step(engine, step, losses, norms, arch.vocab)
     with engine.summon():
         params = {n: p.detach().float().numpy().copy() for n, p in engine.module.named_parameters()}
-    gathers = engine.gatherer.num_gathers
     engine.close()
-    return {"losses": losses, "norms": norms, "params": params, "gathers": gathers}
+    assert accumulation == engine.choice.accumulation
+    return {"losses": losses, "norms": norms, "params": params, "memory": comparison}
+
+
+def one_step(engine: Engine, step: int, losses: list[float], norms: list[float], vocab: int) -> None:
+    total = 0.0
+    for k in range(engine.choice.accumulation):
+        batch = w.batch(vocab, step, engine.rank, k)
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        total += loss.item() / engine.choice.accumulation
+        del batch, loss
+    losses.append(total)
+    norms.append(engine.grad_norm.item())
 
 
 @lru_cache
 def reference(arch: str, steps: int, world_size: int, accumulation: int, dtype: torch.dtype) -> Any:
     return w.reference(w.ARCHS[arch], steps=steps, world_size=world_size, accumulation=accumulation, dtype=dtype)
+
+
+def exact(results: list[dict[str, Any]]) -> None:
+    """Every line and every peak to the byte, and nothing unclaimed, on every rank."""
+    for rank, r in enumerate(results):
+        memory = r["memory"]
+        assert not memory.off_by_more_than(0.0), f"rank {rank}: {memory.off_by_more_than(0.0)}"
+        assert len(memory.lines) >= 20 and len(memory.peaks) >= 20
 
 
 def close_to_reference(results: list[dict[str, Any]], expected: Any, relative: float, norms: float = 0.0) -> None:
@@ -56,9 +81,10 @@ def close_to_reference(results: list[dict[str, Any]], expected: Any, relative: f
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_fp32_equals_one_process(run_ranks, stage, accumulation, world_size, checkpointing):
+def test_fp32_equals_one_process_and_its_ledger(run_ranks, stage, accumulation, world_size, checkpointing):
     config = w.config(stage, accumulation, checkpointing=checkpointing)
-    results = run_ranks(world_size, train, "llama", config, 10, False)
+    results = run_ranks(world_size, train, "llama", config, 10, False, True)
+    exact(results)
     close_to_reference(results, reference("llama", 10, world_size, accumulation, torch.float32), 1e-6)
 
 
@@ -66,7 +92,8 @@ def test_fp32_equals_one_process(run_ranks, stage, accumulation, world_size, che
 @pytest.mark.parametrize("arch", ["llama-tied", "gpt2"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tied_models_equal_one_process(run_ranks, stage, arch):
-    results = run_ranks(2, train, arch, w.config(stage, 2, checkpointing="full"), 10, True)
+    results = run_ranks(2, train, arch, w.config(stage, 2, checkpointing="full", piece=16384), 10, True, True)
+    exact(results)
     close_to_reference(results, reference(arch, 10, 2, 2, torch.float32), 1e-6)
 
 
@@ -76,7 +103,9 @@ def test_tied_models_equal_one_process(run_ranks, stage, arch):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_equals_one_process(run_ranks, stage, accumulation, world_size):
     """bf16 compute, fp32 masters and sums. One weight that rounds the other way moves a gradient norm by up to 0.4 %."""
-    results = run_ranks(world_size, train, "llama", w.config(stage, accumulation, precision="bf16"), 10, False)
+    config = w.config(stage, accumulation, precision="bf16", checkpointing="full" if accumulation == 1 else "none")
+    results = run_ranks(world_size, train, "llama", config, 10, False, True)
+    exact(results)
     close_to_reference(results, reference("llama", 10, world_size, accumulation, torch.bfloat16), 1e-3, norms=1e-2)
 
 

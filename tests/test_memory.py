@@ -1,58 +1,75 @@
-"""Every ledger line equals the storage that an independent walk finds, on every rank, to the byte; so do all peaks."""
+"""The check of ledger against storages can fail: one byte in a formula, one stray tensor, one missing line."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import workload as w
 
+from zplan.planner.ledger import Ledger
 from zplan.planner.predict import predict
 from zplan.runtime.engine import initialize
 from zplan.runtime.verify import Comparison, Meter
 
+KEPT: list[Any] = []
 
-def measure(rank: int, world_size: int, arch_name: str, config: dict[str, Any]) -> Comparison:
-    """Two metered steps; the second is compared."""
-    arch = w.ARCHS[arch_name]
-    accumulation = config["gradient_accumulation_steps"]
+
+def measure(rank: int, world_size: int, change: str) -> Comparison:
+    """Two metered bf16 steps at stage 3 with three ring slots, compared with a ledger that `change` has touched."""
+    arch = w.ARCHS["llama4"]
+    config = w.config(3, 1, checkpointing="full", precision="bf16", piece=16384, ring_slots=3)
     with Meter(torch.device("cpu")) as meter:
-        engine, *_ = initialize(model=w.build(arch, config["zplan"]["checkpointing"]), config=config, init=w.fill)
+        engine, *_ = initialize(model=w.build(arch, "full"), config=config, init=w.fill)
         meter.attach(engine)
         for step in range(2):
-            for k in range(accumulation):
-                batch = w.batch(arch.vocab, step, rank, k)
-                loss = engine(*batch)
-                engine.backward(loss)
-                engine.step()
-                del batch, loss
-        comparison = meter.compare(predict(w.spec(arch), engine.choice))
+            batch = w.batch(arch.vocab, step, rank, 0)
+            loss = engine(*batch)
+            if change == "stray tensor":
+                KEPT.append(torch.zeros(3))
+            engine.backward(loss)
+            engine.step()
+            del batch, loss
+        comparison = meter.compare(changed(predict(w.spec(arch), engine.choice), change))
         engine.close()
     return comparison
 
 
-def exact(results: list[Comparison], *, at_least: int = 20) -> None:
-    for rank, c in enumerate(results):
-        assert not c.off_by_more_than(0.0), f"rank {rank}: {c.off_by_more_than(0.0)}"
-        assert len(c.lines) >= at_least and len(c.peaks) >= at_least
+def changed(ledger: Ledger, change: str) -> Ledger:
+    if change.startswith("one byte"):
+        line_id = change.rpartition(" ")[2]
+        assert any(x.id == line_id for x in ledger.lines)
+        lines = (replace(x, nbytes=x.nbytes + 1) if x.id == line_id else x for x in ledger.lines)
+        return replace(ledger, lines=tuple(lines))
+    if change.startswith("without"):
+        return replace(ledger, lines=tuple(x for x in ledger.lines if x.id != change.rpartition(" ")[2]))
+    return ledger
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ledger_equals_storages(run_ranks, stage, accumulation, world_size, checkpointing, precision):
-    config = w.config(stage, accumulation, checkpointing=checkpointing, precision=precision)
-    exact(run_ranks(world_size, measure, "llama", config))
+def test_three_slots_and_small_pieces_are_exact(run_ranks):
+    for comparison in run_ranks(2, measure, "nothing"):
+        assert not comparison.off_by_more_than(0.0)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("arch", ["gpt2", "llama-tied", "llama4"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ledger_of_other_shapes(run_ranks, arch, stage):
-    """Tied heads, learned positions, several pieces a unit, a third ring slot."""
-    config = w.config(stage, 1, checkpointing="full", precision="bf16", piece=16384, ring_slots=3)
-    exact(run_ranks(2, measure, arch, config))
+@pytest.mark.parametrize(
+    "change",
+    [
+        "one byte more in optim.exp_avg.block",
+        "one byte more in params.ring.block",
+        "one byte more in grads.shard.block",
+        "one byte more in grads.block",
+        "one byte more in grads.slot",
+        "one byte more in act.block.output",
+        "one byte more in act.block.backward",
+        "one byte more in act.loss.saved",
+        "without params.placeholder",
+        "stray tensor",
+    ],
+)
+def test_a_wrong_ledger_turns_red(run_ranks, change):
+    for comparison in run_ranks(2, measure, change):
+        assert comparison.off_by_more_than(0.0)

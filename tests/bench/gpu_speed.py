@@ -128,4 +128,5 @@ def main() -> None:
     mesh.close()
 
 
-main()
+if __name__ == "__main__":
+    main()
