@@ -118,6 +118,8 @@ def _document(plan: Plan) -> dict[str, Any]:
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, str]:
     """Write the plan, and beside it a `ds_config.json` that DeepSpeed loads as it is. Both or neither.
 
+    Beside a plan of another name than `plan.json` it is called `NAME.ds_config.json`, so that plans can share a folder.
+
     Returns
     -------
     tuple
@@ -129,7 +131,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, str]:
         When a file can't be written, or a `ds_config.json` is there that zplan did not write.
     """
     name = os.fspath(path)
-    beside = os.path.join(os.path.dirname(name), "ds_config.json")
+    stem = os.path.splitext(os.path.basename(name))[0]
+    beside = os.path.join(os.path.dirname(name), "ds_config.json" if stem == "plan" else f"{stem}.ds_config.json")
     if os.path.abspath(name) == os.path.abspath(beside):
         raise ZplanError("`ds_config.json` is the name of the DeepSpeed config beside the plan", "use -o plan.json")
     if os.path.exists(beside) and not _is_ours(name, beside):

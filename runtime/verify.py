@@ -256,15 +256,18 @@ def _name(ledger: Ledger, key: tuple[str, str], at: int, turn: int) -> str:
     """What a row is called: the line's id, or the ids of all activation lines that share a birth."""
     if key[0] != ACTIVATIONS:
         return key[0]
+    if not key[1]:
+        return "activations and workspaces"
     ids = dict.fromkeys(
         line.id
         for line in ledger.lines
         for span in line.spans
         if _crosses(line, span, at, turn)
-        and key in ((ACTIVATIONS, ""), _key(ledger, line, span[0], turn, by_birth=True))
-        and (line.kind == "activations" or line.id == CUBLAS)
+        and line.kind == "activations"
+        and key == _key(ledger, line, span[0], turn, by_birth=True)
     )
-    return " + ".join(ids) or f"born in {key[1]}"
+    shown = list(ids)[:3] + ([f"{len(ids) - 3} more"] if len(ids) > 3 else [])
+    return " + ".join(shown) or f"born in {key[1]}"
 
 
 def _requested(which: str) -> int:

@@ -8,9 +8,10 @@ export PYTHONPATH="$shim:${PYTHONPATH:-}"
 work=$(mktemp -d)
 cat "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"/a*.py >"$work/text.txt"
 gpus=$(nvidia-smi -L | wc -l)
+cd "$work" || exit 1  # from the checkout `-m zplan` would find its bare folder
 step() { echo "\$ zplan $*"; timeout 120 python3 -m zplan "$@" 2>&1 | grep -v '^W[0-9]' | tail -"${lines:-12}"; }
 lines=6 step plan --model llama-3.2-1b --gpus "$gpus" --seq 1024 --micro-batch 4 -o "$work/plan.json"
-lines=30 step run "$work/plan.json" --data "$work/text.txt" --steps 5
+lines=36 step run "$work/plan.json" --data "$work/text.txt" --steps 5
 lines=8 step verify "$work/plan.json"
 lines=6 step plan --model llama-2-7b --gpus 8 --mem 24 --seq 2048 -o "$work/seven.json"
 lines=14 step verify "$work/seven.json" --world 8 --cap 24GiB
