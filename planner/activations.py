@@ -214,8 +214,13 @@ def _read(tape: Tape) -> Simulation:
             spans[s] = (first, last + 1)
     groups: dict[tuple[str, str, int, int], list[int]] = {}
     for s, (first, last) in spans.items():
-        key = (_line_id(tape, s, turn, last), _unit(tape.phases[s.born]), first, last)
-        groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
+        line_id, unit = _line_id(tape, s, turn, last), _unit(tape.phases[s.born])
+        parts = [(line_id, unit, first, last)]
+        if line_id == "grads.tied" and tape.phases[last] == "reduce.embed":
+            # Added up in place, the head's gradient of a tied weight becomes the embedding's.
+            parts = [(line_id, unit, first, last - 1), ("grads.embed", "embed", last, last)]
+        for key in parts:
+            groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
     return Simulation(
         tuple(tape.phases),
         tuple(Held(i, u, tuple(v), first, last) for (i, u, first, last), v in groups.items()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zplan.planner.errors import ZplanError
@@ -44,6 +45,18 @@ def nearest_multiples(value: int, step: int) -> str:
     """
     below = value // step * step
     return f"{below} or {below + step}" if below else str(step)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, rising.
+
+    Examples
+    --------
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def solve_batch(

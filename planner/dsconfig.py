@@ -163,7 +163,8 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         "optimizer": {"type": "AdamW", "params": params},
         "gradient_clipping": config.clip,
         "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
+        # DeepSpeed refuses fp32 accumulation with bf16 at stage 0; null leaves it to the model's dtype there.
+        "data_types": {"grad_accum_dtype": None if bf16 and config.stage == 0 else "fp32"},
         "prescale_gradients": False,
         "zero_allow_untested_optimizer": False,
         "zero_optimization": {

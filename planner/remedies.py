@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from zplan.planner.batch import divisors
 from zplan.planner.config import Choice
 from zplan.planner.search import Row, Search
 from zplan.planner.units import format_gib
@@ -67,9 +68,9 @@ def _candidates(search: Search, c: Choice) -> Iterator[tuple[str, str, Choice]]:
 def _smaller_batch(search: Search, c: Choice) -> Choice | None:
     """The largest smaller micro-batch of the same global batch that fits."""
     per_rank = c.micro_batch * c.accumulation
-    for micro in range(c.micro_batch - 1, 0, -1):
+    for micro in reversed([d for d in divisors(per_rank) if d < c.micro_batch]):
         changed = replace(c, micro_batch=micro, accumulation=per_rank // micro)
-        if per_rank % micro == 0 and search.row(changed).fits:
+        if search.row(changed).fits:
             return changed
     return None
 

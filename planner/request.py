@@ -11,6 +11,9 @@ from zplan.planner.config import Attention, Checkpointing, Device, Precision
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.units import parse_bytes, parse_count
 
+MOST = 10**9
+"""Largest whole number that an option takes; beyond it a search by divisors would not end."""
+
 OPTION = {
     "stage": "--stage",
     "micro_batch": "--micro-batch",
@@ -160,6 +163,8 @@ def _check(name: str, value: Any) -> Any:
 def _whole(flag: str, value: Any, *, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ZplanError(f"`{flag} {value}` is not a whole number of at least {least}", f"use {least} or more")
+    if value > MOST:
+        raise ZplanError(f"`{flag} {value}` is beyond anything zplan plans for", f"use {MOST:,} or less")
     return value
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from zplan.planner.batch import FLAGS, Batch, solve_batch
+from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
@@ -119,7 +119,7 @@ class Search:
         if micro is not None or accumulation is not None:
             return [fixed]
         per_rank = train // world_size
-        return [Batch(m, per_rank // m, world_size) for m in range(1, per_rank + 1) if per_rank % m == 0]
+        return [Batch(m, per_rank // m, world_size) for m in divisors(per_rank)]
 
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""

@@ -31,6 +31,9 @@ from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned
 
 _ENGINES: list[Engine] = []
+
+FIRST_UNITS = 2
+"""Units gathered before the next forward asks: the embedding, and the first block, whose gather the embedding is too short to hide."""
 _LISTENERS: list[Callable[[str], None]] = []
 
 
@@ -141,9 +144,15 @@ class Engine(nn.Module):
         if not self.is_gradient_accumulation_boundary():
             return
         self.hooks.phase("step")
-        self.optimizer.step(self.collectives)
+        self.optimizer.measure(self.collectives)
+        # What the next forward needs first is updated first, and gathered while the rest is updated.
+        first, rest = self.hooks.split_schedule(FIRST_UNITS)
+        for units in (first, rest):
+            self.optimizer.update(units)
+            self.gatherer.invalidate(units)
+            for unit in first if units is first else ():
+                self.gatherer.prefetch(unit)
         self.reducer.drop()
-        self.gatherer.invalidate()
         self.global_steps += 1
         self._check_replicas()
         self.hooks.phase("idle")

@@ -76,6 +76,11 @@ class Hooks:
             missing = [u for u in self.gatherer.units if u not in ordered]
             self.reducer.order = [*reversed(ordered), *missing]
 
+    def split_schedule(self, num_first: int) -> tuple[list[FlatUnit], list[FlatUnit]]:
+        """The units that a forward needs first, and all others."""
+        first = [self.flat[n] for n in self.order if n in self.flat][:num_first]
+        return first, [u for u in self.gatherer.units if u not in first]
+
     # --- registration ------------------------------------------------------------------------------------------------
 
     def _register(self, f: Found) -> None:

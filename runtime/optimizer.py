@@ -7,6 +7,7 @@ the non-finite flag stay on the device; the host never waits for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,11 +47,17 @@ class ShardedAdamW:
         )
 
     @torch.no_grad()
-    def step(self, collectives: Collectives) -> None:
-        """Norm, clip, update, and the compute-dtype write where a resident buffer exists."""
-        rows = [row for u in self.units for row in self._rows(u)]
-        self._measure([grad for _, grad, _, _ in rows], collectives)
+    def measure(self, collectives: Collectives) -> None:
+        """Global norm, clip coefficient, the factor that gradients are divided by, and the skip flag. See [Note: averaging]."""
+        self._measure([grad for u in self.units for _, grad, _, _ in self._rows(u)], collectives)
         self.applied.add_(1.0).sub_(self.skip)
+
+    @torch.no_grad()
+    def update(self, units: Sequence[FlatUnit]) -> None:
+        """Update some units' slices, and write the compute dtype where a resident buffer exists. `measure` comes first."""
+        rows = [row for u in units for row in self._rows(u)]
+        if not rows:
+            return
         group = self.param_groups[0]
         masters, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*rows, strict=True))
         torch._fused_adamw_(
@@ -70,11 +77,10 @@ class ShardedAdamW:
             grad_scale=self.scale,
             found_inf=self.skip,
         )
-        for u in self.units:
+        for u in units:
             self._publish(u)
 
     def _measure(self, grads: list[Tensor], collectives: Collectives) -> None:
-        """Global norm, clip coefficient, the factor that gradients are divided by, and the skip flag. See [Note: averaging]."""
         mean = 1.0 / (self.choice.world_size * self.choice.accumulation)
         parts = [part for grad in grads for part in grad.split(norm_chunk(self.choice, grad.numel()))]
         for out, part in zip(self.norms.unbind(), parts, strict=True):

@@ -76,6 +76,20 @@ class FlatUnit:
         """The part of a shard-length flat tensor that belongs to one piece."""
         return owned[piece.shard_offset : piece.shard_offset + piece.numel // self.layout.world_size]
 
+    def fill_own(self, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Write this rank's slices into a full-length compute-dtype buffer; `(piece, own slice)` pairs to gather.
+
+        A resident unit's slices were written by the step.
+        """
+        pairs = []
+        for piece in self.layout.pieces:
+            own = self.own(full, piece)
+            if full is not self.flat:
+                assert self.master is not None, f"ringed unit {self.name} has no master"
+                own.copy_(self.shard_of(self.master, piece))
+            pairs.append((full[piece.offset : piece.offset + piece.numel], own))
+        return pairs
+
     def make_views(self, dtype: torch.dtype, arena: Arena, *, closes: bool) -> None:
         """Build each parameter's view once, and its placeholder where the unit is ever closed."""
         with torch.no_grad():

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zplan.planner.ledger import Ledger, Line
+from zplan.planner.overhead import CUBLAS
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 
@@ -223,7 +224,7 @@ def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tup
     """What must be alive between phase `at` and the next, keyed as `Meter._snapshot` keys it."""
     out: Counter[tuple[str, str]] = Counter()
     for line in ledger.lines:
-        if line.tier != "device" or line.kind == "overhead":
+        if line.tier != "device" or (line.kind == "overhead" and line.id != CUBLAS):
             continue
         for span in line.spans:
             if _crosses(line, span, at, turn):
@@ -240,6 +241,8 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
 
 
 def _key(ledger: Ledger, line: Line, first: int, turn: int, *, by_birth: bool) -> tuple[str, str]:
+    if line.id == CUBLAS:
+        return ACTIVATIONS, ""
     if line.kind != "activations" or (line.id.startswith("grads.") and line.id != "grads.tied"):
         return line.id, ""
     if not by_birth:
@@ -253,15 +256,18 @@ def _name(ledger: Ledger, key: tuple[str, str], at: int, turn: int) -> str:
     """What a row is called: the line's id, or the ids of all activation lines that share a birth."""
     if key[0] != ACTIVATIONS:
         return key[0]
+    if not key[1]:
+        return "activations and workspaces"
     ids = dict.fromkeys(
         line.id
         for line in ledger.lines
         for span in line.spans
         if _crosses(line, span, at, turn)
-        and key in ((ACTIVATIONS, ""), _key(ledger, line, span[0], turn, by_birth=True))
         and line.kind == "activations"
+        and key == _key(ledger, line, span[0], turn, by_birth=True)
     )
-    return " + ".join(ids) or f"born in {key[1]}"
+    shown = list(ids)[:3] + ([f"{len(ids) - 3} more"] if len(ids) > 3 else [])
+    return " + ".join(shown) or f"born in {key[1]}"
 
 
 def _requested(which: str) -> int:

@@ -8,7 +8,8 @@ import pytest
 import zplan
 from zplan.planner.api import DoesNotFit, Estimate
 from zplan.planner.errors import ZplanError
-from zplan.planner.plan_file import Plan, parse_plan
+from zplan.planner.plan_file import Plan
+from zplan.planner.plan_reading import parse_plan
 from zplan.planner.units import GIB
 
 HEADLINE = {"params": "7e9", "gpus": 8, "mem": 24}
@@ -100,6 +101,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_way_out():
         ({"accumulation": -1}, "`--accumulation -1`", "1 or more"),
         ({"seq": 1.5}, "`--seq 1.5`", "1 or more"),
         ({"gpus": 0}, "`--gpus 0`", "1 or more"),
+        ({"global_batch": 10**18}, "beyond anything zplan plans for", "1,000,000,000 or less"),
         ({"gpus": True}, "`--gpus True`", "1 or more"),
         ({"mem": "-24"}, "`--mem -24` is negative", "24 (GiB)"),
         ({"mem": float("nan")}, "`--mem nan`", "24 (GiB)"),

@@ -241,3 +241,15 @@ def test_the_writer_leaves_nothing_to_a_default():
     assert "zplan" not in m
     # Every key of DeepSpeed's zero block that we honour or watch is there, so no release's default can move the run.
     assert {"stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "offload_param"} <= set(zero)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "expected"),
+    [(0, "bf16", None), (1, "bf16", "fp32"), (3, "bf16", "fp32"), (0, "fp32", "fp32")],
+)
+def test_accumulation_is_fp32_wherever_deepspeed_allows_it(stage, precision, expected):
+    """At stage 0 DeepSpeed 0.19 raises on bf16 with fp32 accumulation; zplan itself accumulates in fp32 everywhere."""
+    c = TrainingConfig(1, 1, 1, stage=stage, precision=precision)
+    m = to_mapping(c, largest_block_numel=1)
+    assert m["data_types"] == {"grad_accum_dtype": expected}
+    assert from_mapping(m, world_size=1).precision == precision
