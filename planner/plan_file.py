@@ -133,7 +133,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, str]:
     name = os.fspath(path)
     stem = os.path.splitext(os.path.basename(name))[0]
     beside = os.path.join(os.path.dirname(name), "ds_config.json" if stem == "plan" else f"{stem}.ds_config.json")
-    if os.path.abspath(name) == os.path.abspath(beside):
+    if name.endswith("ds_config.json"):
         raise ZplanError("`ds_config.json` is the name of the DeepSpeed config beside the plan", "use -o plan.json")
     if os.path.exists(beside) and not _is_ours(name, beside):
         raise ZplanError(
