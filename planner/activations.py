@@ -25,7 +25,7 @@ from operator import mul
 from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision
 from zplan.planner.errors import ZplanError
-from zplan.planner.families import DecoderTape
+from zplan.planner.families import BLOCKS, DecoderTape
 from zplan.planner.ledger import Line
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
@@ -79,6 +79,11 @@ class UnitProfile:
     detail: tuple[tuple[str, int], ...]
 
 
+def counted(spec: ModelSpec) -> bool:
+    """Whether there is an op list for a model; without one it has no activation lines at all."""
+    return spec.arch is not None and spec.arch.family in BLOCKS
+
+
 def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -> tuple[Line, ...]:
     """All lines of kind `activations`. Their sum in each phase is exact for the device of `choice`.
 
@@ -87,6 +92,8 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
     ZplanError
         When the sequence is longer than the model's positions, or the heads are too narrow for fused attention.
     """
+    if not counted(spec):
+        return ()
     arch = _architecture(spec, choice)
     sim = _simulation(arch, choice)
     at = {name: i for i, name in enumerate(phases)}

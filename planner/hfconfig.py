@@ -202,4 +202,5 @@ _FAMILIES: dict[str, tuple[Callable[[Keys], tuple[Architecture, tuple[str, ...]]
 }
 """model_type -> its reader and the classes it describes."""
 
-SUPPORTED = tuple(_FAMILIES)
+RUNNABLE_TYPES = tuple(_FAMILIES)
+"""model_types that zplan plans and trains; the rest is estimate only."""

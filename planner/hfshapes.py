@@ -189,11 +189,13 @@ def _deepseek(defaults: Mapping[str, int]) -> Callable[[Keys, int], Traits]:
             given.refuse(name, given.flag(name, default=False), (False,))
         given.refuse("moe_layer_freq", given.integer("moe_layer_freq", 1), (1,))
         keys = _with(given, **defaults)
-        heads, nope, rope = (keys.integer(n, None) for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+        heads = keys.integer("num_attention_heads", None)
+        nope, rope = keys.integer("qk_nope_head_dim", None), keys.integer("qk_rope_head_dim", None)
         value, kv_rank = keys.integer("v_head_dim", None), keys.integer("kv_lora_rank", None)
         # null means no low-rank queries; a key that is not there, the class's default.
         low = given.config.get("q_lora_rank", defaults["q_lora_rank"]) is not None
-        expert_ffn, shared = keys.integer("moe_intermediate_size", None), keys.integer("n_shared_experts", None, least=0)
+        expert_ffn = keys.integer("moe_intermediate_size", None)
+        shared = keys.integer("n_shared_experts", None, least=0)
         sparse = _sparse("n_routed_experts", shared=True)(keys, hidden)
         return {
             **{k: v for k, v in sparse.items() if "bias" not in k},
@@ -368,9 +370,7 @@ SHAPES: dict[str, Shape] = {
             "parallel": keys.flag("use_parallel_residual", default=True),
         },
     ),
-    "gpt_oss": Shape(
-        ("GptOssForCausalLM",), (36, 2880, 64, 8, 64, 2880, 201088, 131072), tied=False, traits=_gpt_oss
-    ),
+    "gpt_oss": Shape(("GptOssForCausalLM",), (36, 2880, 64, 8, 64, 2880, 201088, 131072), tied=False, traits=_gpt_oss),
     "gptj": Shape(("GPTJForCausalLM",), (28, 4096, 16, 0, 0, 0, 50400, 2048), tied=False, names=GPT_NAMES),
     "internlm2": Shape(
         ("InternLM2ForCausalLM",),
@@ -378,9 +378,7 @@ SHAPES: dict[str, Shape] = {
         tied=False,
         traits=lambda keys, hidden: {"bias": keys.flag("bias", default=True)},
     ),
-    "mixtral": Shape(
-        ("MixtralForCausalLM",), (32, 4096, 32, 8, 0, 14336, 32000, 131072), tied=False, traits=_mixtral
-    ),
+    "mixtral": Shape(("MixtralForCausalLM",), (32, 4096, 32, 8, 0, 14336, 32000, 131072), tied=False, traits=_mixtral),
     "olmo2": Shape(
         ("Olmo2ForCausalLM",),
         (32, 4096, 32, 0, 0, 11008, 50304, 2048),
@@ -411,9 +409,7 @@ SHAPES: dict[str, Shape] = {
         traits=_qwen3_moe,
         dense=_qwen3_moe_dense,
     ),
-    "stablelm": Shape(
-        ("StableLmForCausalLM",), (32, 2560, 32, 32, 0, 6912, 50304, 4096), tied=False, traits=_stablelm
-    ),
+    "stablelm": Shape(("StableLmForCausalLM",), (32, 2560, 32, 32, 0, 6912, 50304, 4096), tied=False, traits=_stablelm),
     "t5": Shape(
         ("T5ForConditionalGeneration",),
         (6, 512, 8, 0, 64, 2048, 32128, 512),

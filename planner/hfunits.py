@@ -1,12 +1,12 @@
 """Units of the Hugging Face classes: every parameter's name and shape, as rows of text.
 
-A row that starts a line is `unit parameter extents`; `blocks NAME COUNT PREFIX` starts a list of blocks, and the indented
-rows below it are one block's parameters. Extents are sums of letters with factors, such as `Q+2K` or `3C`; [Note:
-letters] says which. A row that ends in `?word` is there only when that word holds for the model or for that layer.
+A row that starts a line is `unit parameter extents`; `blocks NAME COUNT PREFIX` starts a list of blocks, and the
+indented rows below it are one block's parameters. Extents are sums of letters with factors, such as `Q+2K` or `3C`;
+[Note: letters] says which. A row that ends in `?word` is there only when that word holds for the model or the layer.
 
-[Note: letters] C width, Q query heads x head width, K key-value heads x head width, D head width, H heads, F feed-forward
-width, V vocabulary, T positions. Everything else is a trait of the architecture by its own name. Words: a trait that is
-true; `untied`; and by layer `first`, `dense`, `sparse`.
+[Note: letters] C width, Q query heads x head width, K key-value heads x head width, D head width, H heads, F
+feed-forward width, V vocabulary, T positions. Everything else is a trait of the architecture by its own name. Words: a
+trait that is true; `untied`; and by layer `first`, `dense`, `sparse`.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ norm vit.layernorm.bias C
 head classifier.weight V C
 head classifier.bias V""",
 }
-"""model_type -> rows. Names are those of transformers 5.24; baichuan, chatglm and internlm2 are of their own repositories."""
+"""model_type -> rows. Names are those of transformers 5.24; baichuan, chatglm and internlm2 have their own code."""
 
 _KINDS: dict[str, UnitKind] = {"embed": "embed", "positions": "embed", "norm": "norm", "head": "head"}
 

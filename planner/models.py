@@ -1,15 +1,16 @@
 """Architectures as units with ordered parameters.
 
-A model is an ordered list of *units*; a unit is what the runtime gathers, reduces and frees at once: the embedding, each
-block, the final norm, the head. Families are small functions from an `Architecture` to units; presets are rows of data.
+A model is an ordered list of *units*; a unit is what the runtime gathers, reduces and frees at once: the embedding,
+each block, the final norm, the head. Families are small functions from an `Architecture` to units; presets are rows
+of data.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 Family = Literal["llama", "gpt2"]
 """Decoders that `runtime/decoder.py` runs. Every other family is a Hugging Face class, by its model_type."""
@@ -64,7 +65,7 @@ class Architecture:
     window: int | None = None
     """Tokens of a sliding attention window. Sequences up to it see everything, so only longer ones would differ."""
     traits: tuple[tuple[str, int | bool], ...] = ()
-    """What else shapes a family's parameters, by name: see [Note: letters] in `planner/hfunits.py`. Empty if runnable."""
+    """What else shapes a family's parameters, by name: [Note: letters] in `planner/hfunits.py`. Empty if runnable."""
     dense_layers: tuple[int, ...] = ()
     """In a mixture of experts, the layers with an ordinary feed-forward part."""
 
@@ -105,8 +106,18 @@ class ModelSpec:
             yield from u.params
 
 
+ESTIMATE_ONLY = ("traits", "dense_layers")
+"""Fields that every runnable architecture has empty, so plans leave them out."""
+
+
+def architecture_values(a: Architecture) -> dict[str, Any]:
+    """An architecture as JSON values."""
+    values = {**asdict(a), "rope_scaling": dict(a.rope_scaling), "traits": dict(a.traits)}
+    return {k: v for k, v in values.items() if not a.runnable or k not in ESTIMATE_ONLY}
+
+
 def decoder_units(a: Architecture) -> tuple[Unit, ...]:
-    """Units in forward order. Runnable ones have the parameter names of `runtime/decoder.py`, others those of their class."""
+    """Units in forward order, with the parameter names of `runtime/decoder.py`, or of the Hugging Face class."""
     if not a.runnable:
         from zplan.planner.hfunits import units_of
 

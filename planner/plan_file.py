@@ -12,7 +12,7 @@ from zplan.planner.dsconfig import EXTRAS, TrainingConfig, to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Ledger, Line
-from zplan.planner.models import ModelSpec
+from zplan.planner.models import ModelSpec, architecture_values
 from zplan.planner.reading import read_json
 from zplan.planner.verdict import Decision
 from zplan.planner.writing import render, write_files
@@ -99,7 +99,7 @@ def _document(plan: Plan) -> dict[str, Any]:
             "name": plan.spec.name,
             "source": plan.source,
             "num_params": plan.spec.num_params,
-            "architecture": {**asdict(plan.spec.arch), "rope_scaling": dict(plan.spec.arch.rope_scaling)},
+            "architecture": architecture_values(plan.spec.arch),
         },
         "hardware": {**asdict(plan.hardware), "notes": list(plan.hardware.notes)},
         "config": plan.ds_config(),
