@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zplan.planner.layout import ceil_to
-from zplan.planner.strides import dense_like, view_strides
+from zplan.planner.strides import dense_like, row_major, view_strides
 from zplan.planner.tape import TILE_32, TILE_128, Tape, Value
 
 INT64, FP32, BF16, BOOL = 8, 4, 2, 1
@@ -161,6 +161,21 @@ class Aten:
         self.tape.finish(node, *out)
         return out
 
+    def narrow(self, x: Value, start: int, length: int) -> Value:
+        """`x[..., start:start + length]`; its gradient is written into zeros."""
+        shape, itemsize = x.shape, x.itemsize
+        if length == shape[-1]:
+            return self.view(x, shape)
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "slice.grad")])
+        out = x.view((*shape[:-1], length), x.strides)
+        self.tape.finish(node, out)
+        return out
+
+    def contiguous(self, x: Value) -> Value:
+        """Itself where it is row-major, else a copy."""
+        same = all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, row_major(x.shape), strict=True))
+        return x if same else self.clone(x)
+
     def cat(self, xs: Sequence[Value]) -> Value:
         """Concatenation along the last dim; the gradients are slices."""
         shapes = [x.shape for x in xs]
@@ -218,6 +233,53 @@ class Aten:
         node = self.tape.node([x], lambda g, s: [self.like(g[0], "mul")])
         out = self.like(x, "mul")
         self.tape.finish(node, out)
+        return out
+
+    def add_number(self, x: Value) -> Value:
+        """Plus a Python number."""
+        node = self.tape.node([x], lambda g, s: [g[0].alias()])
+        out = self.like(x, "add")
+        self.tape.finish(node, out)
+        return out
+
+    def neg(self, x: Value) -> Value:
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "neg")])
+        out = self.like(x, "neg")
+        self.tape.finish(node, out)
+        return out
+
+    def square(self, x: Value) -> Value:
+        def backward(g: Grads, s: Grads) -> Outs:
+            power = self.like(g[0], "pow")
+            scaled = self.like(g[0], "mul")
+            out = self.like(g[0], "mul")
+            del power, scaled
+            return [out]
+
+        node = self.tape.node([x], backward, x)
+        out = self.like(x, "pow")
+        self.tape.finish(node, out)
+        return out
+
+    def mean(self, x: Value) -> Value:
+        """Over the last dim, which stays as 1; in fp32."""
+        sizes = x.shape
+        node = self.tape.node([x], lambda g, s: [self.tape.new(sizes, FP32, "div")])
+        out = self.tape.new((*sizes[:-1], 1), FP32, "mean")
+        self.tape.finish(node, out)
+        return out
+
+    def rsqrt(self, x: Value) -> Value:
+        def backward(g: Grads, s: Grads) -> Outs:
+            cube = self.like(g[0], "pow")
+            half = self.like(g[0], "mul")
+            out = self.like(g[0], "mul")
+            del cube, half
+            return [out]
+
+        node = self.tape.node([x], backward)
+        out = self.like(x, "rstd")
+        self.tape.finish(node, out, saved=[out])
         return out
 
     def unary(self, x: Value, label: str) -> Value:
@@ -305,51 +367,17 @@ class Aten:
         if self.table.fused_rms_norm:
             return self._fused_rms_norm(x, weight)
         up = self.to(x, FP32)
-        up_sizes = up.shape
-        rows = (*x.shape[:-1], 1)
-        square = self._square(up)
-        mean = self._mean(square, rows, up_sizes)
-        root = self._rsqrt(mean)
+        square = self.square(up)
+        mean = self.mean(square)
+        # `add_(eps)`: in place, a node of its own.
+        node = self.tape.node([mean], lambda g, s: [g[0].alias()])
+        self.tape.finish(node, mean)
+        root = self.rsqrt(mean)
         # One expression in C++: its temporaries live to its end.
         del square, mean
         normed = self.named("normed, before weight", self.mul(up, root))
         normed = self.named("normed", self.mul(normed, weight))
         return self.to(normed, x.itemsize)
-
-    def _square(self, x: Value) -> Value:
-        def backward(g: Grads, s: Grads) -> Outs:
-            power = self.like(g[0], "pow")
-            scaled = self.like(g[0], "mul")
-            out = self.like(g[0], "mul")
-            del power, scaled
-            return [out]
-
-        node = self.tape.node([x], backward, x)
-        out = self.like(x, "pow")
-        self.tape.finish(node, out)
-        return out
-
-    def _mean(self, x: Value, rows: tuple[int, ...], sizes: tuple[int, ...]) -> Value:
-        node = self.tape.node([x], lambda g, s: [self.tape.new(sizes, FP32, "div")])
-        out = self.tape.new(rows, FP32, "mean")
-        self.tape.finish(node, out)
-        # `add_(eps)`: in place, a node of its own.
-        node = self.tape.node([out], lambda g, s: [g[0].alias()])
-        self.tape.finish(node, out)
-        return out
-
-    def _rsqrt(self, x: Value) -> Value:
-        def backward(g: Grads, s: Grads) -> Outs:
-            cube = self.like(g[0], "pow")
-            half = self.like(g[0], "mul")
-            out = self.like(g[0], "mul")
-            del cube, half
-            return [out]
-
-        node = self.tape.node([x], backward)
-        out = self.like(x, "rstd")
-        self.tape.finish(node, out, saved=[out])
-        return out
 
     def _fused_rms_norm(self, x: Value, weight: Value) -> Value:
         def backward(g: Grads, s: Grads) -> Outs:
