@@ -90,7 +90,7 @@ def counted(spec: ModelSpec) -> bool:
 
 
 def _class_tape() -> type[StepTape]:
-    from zplan.planner.hfblocks import ClassTape
+    from zplan.planner.hftape import ClassTape
 
     return ClassTape
 
@@ -157,7 +157,7 @@ def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
 def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
-    if arch.family == "gpt2" and choice.seq > arch.max_seq:
+    if arch.family in ("gpt2", "opt") and choice.seq > arch.max_seq:
         raise ZplanError(
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
@@ -194,8 +194,10 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
 
 def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     b, t = choice.micro_batch, choice.seq
+    # GPT-2 looks up T positions for all sequences, OPT one for each token, in a table with two more rows.
+    positions, rows = (b * t, arch.max_seq + 2) if arch.family == "opt" else (t, arch.max_seq)
     return monomials(
-        b, t, embedding_sort_bytes(b * t, arch.vocab, arch.hidden), embedding_sort_bytes(t, arch.max_seq, arch.hidden)
+        b, t, embedding_sort_bytes(b * t, arch.vocab, arch.hidden), embedding_sort_bytes(positions, rows, arch.hidden)
     )
 
 

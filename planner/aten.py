@@ -289,6 +289,18 @@ class Aten:
         self.tape.finish(node, out)
         return out
 
+    def relu(self, x: Value) -> Value:
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "relu.grad")])
+        out = self.like(x, "relu")
+        self.tape.finish(node, out, saved=[out])
+        return out
+
+    def tanh(self, x: Value) -> Value:
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "tanh.grad")])
+        out = self.like(x, "tanh")
+        self.tape.finish(node, out, saved=[out])
+        return out
+
     def masked_fill(self, x: Value, mask: Value) -> Value:
         node = self.tape.node([x], lambda g, s: [self.like(g[0], "masked_fill")], mask)
         out = self.like(x, "masked_fill")
@@ -465,13 +477,13 @@ class Aten:
 
     # Ends of the model
 
-    def embedding(self, weight: Value, ids: Value) -> Value:
-        shape, itemsize, dims = weight.shape, weight.itemsize, len(ids.shape)
+    def embedding(self, weight: Value, ids: Value, table: Literal["tokens", "positions"] = "tokens") -> Value:
+        shape, itemsize = weight.shape, weight.itemsize
 
         def backward(g: Grads, s: Grads) -> Outs:
             if not self.table.kernels:
                 return [self.tape.new(shape, itemsize, "embedding.weight")]
-            work = self.tape.sort_workspace(dims, "embedding.sort")
+            work = self.tape.sort_workspace(table, "embedding.sort")
             out = self.tape.new(shape, itemsize, "embedding.weight")
             del work
             return [out]

@@ -1,24 +1,23 @@
-"""The op lists of Hugging Face decoders (transformers 5.24): their Python, line by line, over values without numbers.
+"""The op lists of the layers of Hugging Face decoders (transformers 5.24): one row of `STYLES` a model_type.
 
-See [Note: lifetimes] in `planner/tape.py`: a module's call keeps its inputs, and a model's forward its locals, until it
-returns. One row of `STYLES` a model_type. The loss is taken as `loss = model(input_ids, labels=labels).loss`, so the
-logits in compute dtype die before backward. Dropout is off, as everywhere.
+See [Note: lifetimes] in `planner/tape.py`: a module's call keeps its inputs until it returns. Dropout is off, as
+everywhere, and attention is torch's fused one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
-from zplan.planner.aten import FP32, INT64, Aten
-from zplan.planner.config import Attention, Checkpointing
-from zplan.planner.families import Params, StepTape
-from zplan.planner.models import Architecture, Unit
+from zplan.planner.aten import Aten
+from zplan.planner.families import Params
+from zplan.planner.hfops import Norm, activate, norm, rotate, rotate_front, rotate_front_at_once, rotate_in_fp32
+from zplan.planner.models import Architecture
 from zplan.planner.tape import Value
 
-Norm = Literal["rms", "gemma"]
+Layout = Literal["serial", "post", "neox", "stablelm", "phi", "opt"]
+Rotation = Callable[[Aten, Value, Value, Value, Value], tuple[Value, Value]]
 
 
 @dataclass(frozen=True)
@@ -27,92 +26,82 @@ class Style:
 
     Attributes
     ----------
-    norm
-        `rms`: normed in fp32, cast, then times the weight. `gemma`: times (1 + weight) in fp32, then cast.
-    act
-        Activation of the feed-forward part.
+    layout
+        How norms, attention, feed-forward part and residuals follow each other.
+    qkv
+        One projection each; `fused`: one for all; `heads`: one for all, with the three parts head by head.
+    gated
+        Whether the feed-forward part has a gate. Without one its two projections are `feed`.
+    feed_fused
+        Gate and up are one projection.
     head_norms
-        Queries and keys are normed head by head before they are rotated.
-    fused
-        One projection for queries, keys and values, and one for gate and up.
+        Norm of queries and keys: `head` by head, or over the `whole` row.
     scaled
         Embeddings are multiplied by a number.
-    partial
-        Rotation may be of a part of each head only.
+    rotary_fp32
+        Tables and rotation are in fp32.
+    attention
+        Module of the projections, and name of the last one.
     """
 
     norm: Norm = "rms"
     act: str = "silu"
-    head_norms: bool = False
-    fused: bool = False
+    layout: Layout = "serial"
+    qkv: Literal["separate", "fused", "heads"] = "separate"
+    gated: bool = True
+    feed_fused: bool = False
+    head_norms: Literal["none", "head", "whole"] = "none"
     scaled: bool = False
-    partial: bool = False
+    rotation: Rotation | None = rotate
+    rotary_fp32: bool = False
+    attention: tuple[str, str] = ("self_attn", "o_proj")
+    feed: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
 
 
 STYLES: dict[str, Style] = {
     "qwen2": Style(),
-    "qwen3": Style(head_norms=True),
+    "qwen3": Style(head_norms="head"),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
-    "phi3": Style(fused=True, partial=True),
+    "phi3": Style(qkv="fused", feed_fused=True, rotation=rotate_front_at_once),
+    "olmo2": Style(
+        norm="olmo",
+        layout="post",
+        head_norms="whole",
+        rotation=rotate_in_fp32,
+        rotary_fp32=True,
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    "gpt_neox": Style(
+        norm="layer",
+        act="gelu",
+        layout="neox",
+        qkv="heads",
+        gated=False,
+        rotation=rotate_front,
+        attention=("attention", "dense"),
+        feed=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    ),
+    "stablelm": Style(norm="layer", layout="stablelm", rotation=rotate_front),
+    "phi": Style(
+        norm="layer",
+        act="gelu_new",
+        layout="phi",
+        gated=False,
+        rotation=rotate_front,
+        attention=("self_attn", "dense"),
+    ),
+    "opt": Style(
+        norm="layer",
+        act="relu",
+        layout="opt",
+        gated=False,
+        rotation=None,
+        attention=("self_attn", "out_proj"),
+        feed=("fc1", "fc2"),
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+    ),
 }
-
-
-def norm(op: Aten, x: Value, weight: Value, kind: Norm) -> Value:
-    return gemma_norm(op, x, weight) if kind == "gemma" else rms_norm(op, x, weight)
-
-
-def rms_norm(op: Aten, x: Value, weight: Value) -> Value:
-    up = op.to(x, FP32)
-    variance = op.mean(op.square(up))
-    up = op.mul(up, op.rsqrt(op.add_number(variance)))
-    return op.named("normed", op.mul(op.to(up, x.itemsize), weight))
-
-
-def gemma_norm(op: Aten, x: Value, weight: Value) -> Value:
-    normed = _gemma_normed(op, op.to(x, FP32))
-    return op.named("normed", op.to(op.mul(normed, op.add_number(op.to(weight, FP32))), x.itemsize))
-
-
-def _gemma_normed(op: Aten, x: Value) -> Value:
-    return op.mul(x, op.rsqrt(op.add_number(op.mean(op.square(x)))))
-
-
-def rotary_tables(op: Aten, head_dim: int, seq: int, itemsize: int) -> tuple[Value, Value]:
-    """cos and sin (1, T, D) from the frequencies, which are a buffer."""
-    freqs = _freqs(op, op.tape.new((1, seq, 1), FP32, "rotary"), head_dim)
-    both = op.tape.new((1, seq, head_dim), FP32, "rotary")
-    cos = op.like(op.like(both, "rotary"), "rotary")
-    sin = op.like(op.like(both, "rotary"), "rotary")
-    del freqs
-    return op.to(cos, itemsize), op.to(sin, itemsize)
-
-
-def _freqs(op: Aten, positions: Value, head_dim: int) -> Value:
-    return op.tape.new((1, positions.shape[1], head_dim // 2), FP32, "rotary")
-
-
-def rotate_half(op: Aten, x: Value) -> Value:
-    half = x.shape[-1] // 2
-    first, second = op.narrow(x, 0, half), op.narrow(x, half, half)
-    return op.cat((op.neg(second), first))
-
-
-def rotate_part(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
-    """Rotates the front of each head, which may be all of it, and always copies the rest behind it."""
-    cos, sin = op.unsqueeze(cos, 1), op.unsqueeze(sin, 1)
-    wide, all_of = cos.shape[-1], q.shape[-1]
-    q_front, q_rest = op.narrow(q, 0, wide), op.narrow(q, wide, all_of - wide)
-    k_front, k_rest = op.narrow(k, 0, wide), op.narrow(k, wide, all_of - wide)
-    q_rotated = op.cat((op.add(op.mul(q_front, cos), op.mul(rotate_half(op, q_front), sin)), q_rest))
-    k_rotated = op.cat((op.add(op.mul(k_front, cos), op.mul(rotate_half(op, k_front), sin)), k_rest))
-    return op.named("q, rotated", q_rotated), op.named("k, rotated", k_rotated)
-
-
-def rotate(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
-    cos, sin = op.unsqueeze(cos, 1), op.unsqueeze(sin, 1)
-    q_rotated = op.add(op.mul(q, cos), op.mul(rotate_half(op, q), sin))
-    k_rotated = op.add(op.mul(k, cos), op.mul(rotate_half(op, k), sin))
-    return op.named("q, rotated", q_rotated), op.named("k, rotated", k_rotated)
 
 
 class Block:
@@ -121,140 +110,165 @@ class Block:
     def __init__(self, op: Aten, p: Params, arch: Architecture, style: Style) -> None:
         self.op, self.p, self.arch, self.style = op, p, arch, style
 
+    def run(self, x: Value, *tables: Value) -> Value:
+        """The layer. A checkpointed one keeps all that it was called with, so positions are among the tables."""
+        used = tables[:2] if self.style.rotation else ()
+        return self.op.named("output", _LAYOUTS[self.style.layout](self, x, *used))
+
+    # Parts
+
     def linear(self, x: Value, name: str) -> Value:
         return self.op.linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
 
-    def norm(self, x: Value, name: str) -> Value:
-        return norm(self.op, x, self.p[f"{name}.weight"], self.style.norm)
+    def norm(self, x: Value, which: int) -> Value:
+        return norm(self.op, x, self.p, self.style.norms[which], self.style.norm)
 
     def heads(self, x: Value, count: int) -> Value:
-        return self.op.view(x, (*x.shape[:2], count, self.arch.head_dim))
+        """(B, T, H * D) to (B, H, T, D)."""
+        return self.op.transpose(self.op.view(x, (*x.shape[:2], count, self.arch.head_dim)), 1, 2)
 
     def queries_keys_values(self, x: Value) -> tuple[Value, Value, Value]:
-        op, a = self.op, self.arch
-        if self.style.fused:
-            qkv = op.named("q, k, v", self.linear(x, "self_attn.qkv_proj"))
+        op, a, name = self.op, self.arch, self.style.attention[0]
+        if self.style.qkv == "heads":
+            fused = self.linear(x, f"{name}.query_key_value")
+            fused = op.transpose(op.view(fused, (*x.shape[:2], a.heads, 3 * a.head_dim)), 1, 2)
+            q, k, v = op.split(op.named("q, k, v", fused), 3)
+            return q, k, v
+        if self.style.qkv == "fused":
+            fused = op.named("q, k, v", self.linear(x, f"{name}.qkv_proj"))
             wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
-            fused_q, fused_k = op.narrow(qkv, 0, wide), op.narrow(qkv, wide, narrow)
-            fused_v = op.narrow(qkv, wide + narrow, narrow)
-            return self._turned(fused_q, a.heads), self._turned(fused_k, a.kv_heads), self._turned(fused_v, a.kv_heads)
-        if self.style.head_norms:
-            q = op.transpose(self._normed_heads(x, "q", a.heads), 1, 2)
-            k = op.transpose(self._normed_heads(x, "k", a.kv_heads), 1, 2)
+            q, k = op.narrow(fused, 0, wide), op.narrow(fused, wide, narrow)
+            v = op.narrow(fused, wide + narrow, narrow)
+            return self.heads(q, a.heads), self.heads(k, a.kv_heads), self.heads(v, a.kv_heads)
+        if self.style.head_norms == "whole":
+            q = norm(op, self.linear(x, f"{name}.q_proj"), self.p, f"{name}.q_norm", self.style.norm)
+            k = norm(op, self.linear(x, f"{name}.k_proj"), self.p, f"{name}.k_norm", self.style.norm)
+            v = op.named("v", self.linear(x, f"{name}.v_proj"))
+            return self.heads(q, a.heads), self.heads(k, a.kv_heads), self.heads(v, a.kv_heads)
+        if self.style.head_norms == "head":
+            q, k = self._normed_heads(x, "q", a.heads), self._normed_heads(x, "k", a.kv_heads)
         else:
-            q = self._turned(self.linear(x, "self_attn.q_proj"), a.heads)
-            k = self._turned(self.linear(x, "self_attn.k_proj"), a.kv_heads)
-        return q, k, self._turned(op.named("v", self.linear(x, "self_attn.v_proj")), a.kv_heads)
-
-    def _turned(self, x: Value, count: int) -> Value:
-        return self.op.transpose(self.heads(x, count), 1, 2)
+            q = self.heads(self.linear(x, f"{name}.q_proj"), a.heads)
+            k = self.heads(self.linear(x, f"{name}.k_proj"), a.kv_heads)
+        return q, k, self.heads(op.named("v", self.linear(x, f"{name}.v_proj")), a.kv_heads)
 
     def _normed_heads(self, x: Value, which: str, count: int) -> Value:
-        projected = self.heads(self.linear(x, f"self_attn.{which}_proj"), count)
-        return self.norm(projected, f"self_attn.{which}_norm")
+        name, op = self.style.attention[0], self.op
+        projected = op.view(self.linear(x, f"{name}.{which}_proj"), (*x.shape[:2], count, self.arch.head_dim))
+        return op.transpose(norm(op, projected, self.p, f"{name}.{which}_norm", self.style.norm), 1, 2)
 
-    def attention(self, x: Value, cos: Value, sin: Value) -> Value:
-        op = self.op
-        b, t, _ = x.shape
+    def attention(self, x: Value, *tables: Value) -> Value:
+        op, name = self.op, self.style.attention
         q, k, v = self.queries_keys_values(x)
-        q, k = (rotate_part if self.style.partial else rotate)(op, q, k, cos, sin)
+        if self.style.rotation:
+            q, k = self.style.rotation(op, q, k, *tables)
+        return self.linear(self._attend(q, k, v), ".".join(name))
+
+    def _attend(self, q: Value, k: Value, v: Value) -> Value:
+        op = self.op
         out = op.contiguous(op.transpose(op.sdpa(q, k, v), 1, 2))
-        out = op.reshape(out, (b, t, self.arch.heads * self.arch.head_dim))
-        return self.linear(out, "self_attn.o_proj")
+        return op.reshape(out, (*out.shape[:2], self.arch.heads * self.arch.head_dim))
 
     def feed(self, x: Value) -> Value:
-        op = self.op
-        if self.style.fused:
+        op, act = self.op, self.style.act
+        if not self.style.gated:
+            x = op.named("up", self.linear(x, self.style.feed[0]))
+            x = op.named(f"{act}(up)", activate(op, x, act))
+            return self.linear(x, self.style.feed[1])
+        if self.style.feed_fused:
             up = self.linear(x, "mlp.gate_up_proj")
             gate, up = op.split(op.named("gate, up", up), 2)
-            up = op.mul(up, op.named("act(gate)", op.unary(gate, self.style.act)))
+            up = op.mul(up, op.named("act(gate)", activate(op, gate, act)))
             return self.linear(op.named("act(gate) * up", up), "mlp.down_proj")
         gated = op.mul(
-            op.named("act(gate)", op.unary(op.named("gate", self.linear(x, "mlp.gate_proj")), self.style.act)),
+            op.named("act(gate)", activate(op, op.named("gate", self.linear(x, "mlp.gate_proj")), act)),
             op.named("up", self.linear(x, "mlp.up_proj")),
         )
         return self.linear(op.named("act(gate) * up", gated), "mlp.down_proj")
 
-    def run(self, x: Value, cos: Value, sin: Value, positions: Value) -> Value:
-        """`positions` is not read, but a checkpointed layer keeps all that it was called with."""
-        op = self.op
-        residual = x
-        hidden = self.norm(x, "input_layernorm")
-        hidden = self.attention(hidden, cos, sin)
-        hidden = op.named("after attention", op.add(residual, hidden))
-        residual = hidden
-        hidden = self.norm(hidden, "post_attention_layernorm")
-        hidden = self.feed(hidden)
-        return op.named("output", op.add(residual, hidden))
+
+def _serial(b: Block, x: Value, *tables: Value) -> Value:
+    residual = x
+    hidden = b.norm(x, 0)
+    hidden = b.attention(hidden, *tables)
+    hidden = b.op.named("after attention", b.op.add(residual, hidden))
+    residual = hidden
+    hidden = b.norm(hidden, 1)
+    hidden = b.feed(hidden)
+    return b.op.add(residual, hidden)
 
 
-class ClassTape(StepTape):
-    """One training step of a Hugging Face decoder on a tape."""
-
-    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int) -> None:
-        super().__init__(op, arch, units, itemsize)
-        self.style = STYLES[arch.family]
-        self.by_unit: dict[str, Params] = {
-            u.name: {_short(u, p.name): self.params[p.name] for p in u.params} for u in units
-        }
-
-    def block(self, i: int) -> Callable[..., Value]:
-        return Block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style).run
-
-    def embed(self, ids: Value) -> Value:
-        weight = self.by_unit["embed"]["weight"]
-        out = self.op.embedding(weight, ids)
-        # The factor is a buffer of the model.
-        return self.op.scale(out) if self.style.scaled else out
-
-    def features(self, ids: Value, checkpointing: Checkpointing) -> Value:
-        embedded = self.embed(ids)
-        assert embedded.node is not None
-        embedded.node.on_gradient = "backward.embed"
-        positions = self._positions(ids.shape[1])
-        hidden = embedded
-        cos, sin = rotary_tables(self.op, self.arch.head_dim, ids.shape[1], self.itemsize)
-        for i in range(self.arch.layers):
-            block = self.block(i)
-            if checkpointing == "full":
-                block = partial(self.tape.checkpoint, block)
-            hidden = self.unit(f"blocks.{i}", block, hidden, cos, sin, positions)
-        return self.unit("norm", self._norm, hidden)
-
-    def _positions(self, seq: int) -> Value:
-        """`arange(T) + 0`."""
-        counted = self.tape.new((seq,), INT64, "positions.ids")
-        return self.op.like(counted, "positions.ids")
-
-    def _norm(self, x: Value) -> Value:
-        return norm(self.op, x, self.by_unit["norm"]["weight"], self.style.norm)
-
-    def _head(self, x: Value) -> Value:
-        own = self.by_unit["head"].get("weight")
-        return self.op.linear(x, self.by_unit["embed"]["weight"] if own is None else own)
-
-    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        assert attention == "sdpa", "eager attention of these classes has no op list"
-        hidden = self.features(ids, checkpointing)
-        logits = self.op.named("logits", self.unit("head", self._head, hidden))
-        self.tape.enter("loss")
-        return self._loss(logits, labels)
-
-    def _loss(self, logits: Value, labels: Value) -> Value:
-        op, tape = self.op, self.tape
-        up = op.to(logits, FP32)
-        b, t = labels.shape
-        # Labels are padded by one and cut by one: (B, T + 1), which is two terms, then (B, T).
-        padded = [tape.new((b, t), INT64, "labels.padded"), tape.new((b,), INT64, "labels.padded")]
-        shifted = tape.new((b, t), INT64, "labels.shifted")
-        up = op.view(up, (b * t, self.arch.vocab))
-        loss = op.nll_loss(op.softmax(up, "log_softmax"), shifted.view((b * t,), (1,)))
-        del padded
-        return loss
+def _post(b: Block, x: Value, *tables: Value) -> Value:
+    """Norms behind attention and feed-forward part."""
+    residual = x
+    hidden = b.attention(x, *tables)
+    hidden = b.norm(hidden, 0)
+    hidden = b.op.named("after attention", b.op.add(residual, hidden))
+    residual = hidden
+    hidden = b.feed(hidden)
+    hidden = b.norm(hidden, 1)
+    return b.op.add(residual, hidden)
 
 
-def _short(unit: Unit, name: str) -> str:
-    """A parameter's name within its block; in other units, its last part."""
-    if unit.kind == "block":
-        return name.split(f".{unit.name.rpartition('.')[2]}.", 1)[1]
-    return name.rpartition(".")[2]
+def _neox(b: Block, x: Value, *tables: Value) -> Value:
+    attended = b.attention(b.norm(x, 0), *tables)
+    if not b.arch.trait("parallel"):
+        attended = b.op.named("after attention", b.op.add(attended, x))
+        return b.op.add(b.feed(b.norm(attended, 1)), attended)
+    fed = b.feed(b.norm(x, 1))
+    return b.op.add(b.op.add(fed, attended), x)
+
+
+def _stablelm(b: Block, x: Value, *tables: Value) -> Value:
+    residual = x
+    hidden = b.norm(x, 0)
+    attended = b.attention(hidden, *tables)
+    if not b.arch.trait("serial"):
+        fed = b.feed(hidden)
+        return b.op.add(b.op.add(residual, attended), fed)
+    residual = b.op.named("after attention", b.op.add(residual, attended))
+    fed = b.feed(b.norm(residual, 1))
+    return b.op.add(residual, fed)
+
+
+def _phi(b: Block, x: Value, *tables: Value) -> Value:
+    residual = x
+    hidden = b.norm(x, 0)
+    attended = b.attention(hidden, *tables)
+    fed = b.feed(hidden)
+    return b.op.add(b.op.add(attended, fed), residual)
+
+
+def _opt(b: Block, x: Value) -> Value:
+    """Queries are scaled before attention, and the feed-forward part sees rows of tokens."""
+    op = b.op
+    residual = x
+    hidden = b.norm(x, 0)
+    hidden = _opt_attention(b, hidden)
+    hidden = op.named("after attention", op.add(residual, hidden))
+    shape = hidden.shape
+    hidden = op.reshape(hidden, (shape[0] * shape[1], shape[2]))
+    residual = hidden
+    hidden = b.norm(hidden, 1)
+    hidden = op.named("up", b.linear(hidden, "fc1"))
+    hidden = op.named("relu(up)", op.relu(hidden))
+    hidden = b.linear(hidden, "fc2")
+    return op.view(op.add(residual, hidden), shape)
+
+
+def _opt_attention(b: Block, x: Value) -> Value:
+    op, heads = b.op, b.arch.heads
+    q = b.heads(op.named("q, scaled", op.scale(b.linear(x, "self_attn.q_proj"))), heads)
+    k, v = b.linear(x, "self_attn.k_proj"), b.linear(x, "self_attn.v_proj")
+    k, v = b.heads(op.named("k", k), heads), b.heads(op.named("v", v), heads)
+    return b.linear(b._attend(q, k, v), "self_attn.out_proj")
+
+
+_LAYOUTS: dict[Layout, Callable[..., Value]] = {
+    "serial": _serial,
+    "post": _post,
+    "neox": _neox,
+    "stablelm": _stablelm,
+    "phi": _phi,
+    "opt": _opt,
+}

@@ -37,6 +37,28 @@ CASES = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24},
     "gemma": {"model_type": "gemma", "num_key_value_heads": 1, "tie_word_embeddings": True},
     "phi3": {"model_type": "phi3", "resid_pdrop": 0.0},
+    "olmo2": {"model_type": "olmo2"},
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "num_key_value_heads": 4,
+    },
+    "gpt_neox, serial": {
+        "model_type": "gpt_neox",
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "hidden_dropout": 0.0,
+    },
+    "stablelm": {"model_type": "stablelm"},
+    "stablelm, parallel": {"model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": True},
+    "phi": {"model_type": "phi", "resid_pdrop": 0.0},
+    "opt": {
+        "model_type": "opt",
+        "ffn_dim": 176,
+        "word_embed_proj_dim": 64,
+        "dropout": 0.0,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -53,11 +75,20 @@ def predicted(config: dict, choice: Choice) -> dict[str, int]:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    base = model.model
+    if hasattr(model, "gpt_neox"):
+        base = model.gpt_neox
+        embed, norm, head = (
+            base.embed_in,
+            base.final_layer_norm,
+            model.embed_out if hasattr(model, "embed_out") else model.lm_head,
+        )
+        return {"embed": embed, **{f"blocks.{i}": x for i, x in enumerate(base.layers)}, "norm": norm, "head": head}
+    base = getattr(model.model, "decoder", model.model)
     return {
         "embed": base.embed_tokens,
+        **({"positions": base.embed_positions} if hasattr(base, "embed_positions") else {}),
         **{f"blocks.{i}": layer for i, layer in enumerate(base.layers)},
-        "norm": base.norm,
+        "norm": next(getattr(base, n) for n in ("norm", "final_layernorm", "final_layer_norm") if hasattr(base, n)),
         "head": model.lm_head,
     }
 
