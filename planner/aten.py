@@ -373,6 +373,76 @@ class Aten:
         self.tape.finish(node, out)
         return out
 
+    # Routing
+
+    def topk(self, x: Value, k: int) -> tuple[Value, Value]:
+        """Values and int64 indices of the largest `k` of the last dim; the gradient is scattered into zeros."""
+        shape, itemsize = x.shape, x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "topk.grad")])
+        values = self.tape.new((*shape[:-1], k), itemsize, "topk")
+        indices = self.tape.new((*shape[:-1], k), INT64, "topk.indices")
+        self.tape.finish(node, values, saved=[indices])
+        return values, indices
+
+    def sum(self, x: Value, dim: int, *, keep: bool = False) -> Value:
+        """Over one dim, which stays as 1 or goes; its gradient is expanded, which takes no bytes."""
+        shape, dim = x.shape, dim % len(x.shape)
+        kept = (*shape[:dim], 1, *shape[dim + 1 :])
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            grad = g[0].view(kept, row_major(kept)) if g[0].shape != kept else g[0]
+            strides = tuple(0 if n != m else t for n, m, t in zip(shape, kept, grad.strides, strict=True))
+            return [grad.view(shape, strides)]
+
+        node = self.tape.node([x], backward)
+        out = self.tape.new(kept if keep else (*shape[:dim], *shape[dim + 1 :]), x.itemsize, "sum")
+        self.tape.finish(node, out)
+        return out
+
+    def divide_(self, x: Value, by: Value) -> Value:
+        """In place by something smaller; keeps a copy of what was there."""
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            first = self.like(g[0], "div")
+            negative = self.like(g[0], "neg")
+            quotient = self.like(self.like(g[0], "div"), "div")
+            second = self.like(g[0], "mul")
+            del negative, quotient
+            return [first, second]
+
+        node = self.tape.node([x, by], backward, self.like(x, "original"), by)
+        out = x.alias()
+        self.tape.finish(node, out)
+        return out
+
+    def index(self, x: Value, rows: Value) -> Value:
+        """`x[rows]` along the first dim; the gradient is added into zeros."""
+        shape, itemsize = x.shape, x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "index.grad")], rows)
+        out = self.tape.new((*rows.shape, *shape[1:]), itemsize, "index")
+        self.tape.finish(node, out)
+        return out
+
+    def unsqueeze_last(self, x: Value) -> Value:
+        """(N,) to (N, 1)."""
+        return self.view(x, (*x.shape, 1))
+
+    def grouped_mm(self, x: Value, weight: Value, offsets: Value) -> Value:
+        """Rows (S, in), sorted by expert, times their expert's matrix of a parameter (E, out, in)."""
+        w = self.transpose(weight, 1, 2)
+        x_shape, w_shape = x.shape, w.shape
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            second = self.tape.new(
+                w_shape, g[0].itemsize, "mm.weight", strides=(w_shape[1] * w_shape[2], 1, w_shape[1])
+            )
+            return [self.tape.new(x_shape, g[0].itemsize, "mm.input"), second]
+
+        node = self.tape.node([x, w], backward, x, w, offsets)
+        out = self.tape.new((x_shape[0], w_shape[2]), x.itemsize, "grouped_mm")
+        self.tape.finish(node, out)
+        return out
+
     # Norms
 
     def rms_norm(self, x: Value, weight: Value) -> Value:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from zplan.planner.aten import Aten
 from zplan.planner.families import Params
+from zplan.planner.hfmoe import experts
 from zplan.planner.hfops import Norm, activate, norm, rotate, rotate_front, rotate_front_at_once, rotate_in_fp32
 from zplan.planner.models import Architecture
 from zplan.planner.tape import Value
@@ -62,6 +63,8 @@ class Style:
 STYLES: dict[str, Style] = {
     "qwen2": Style(),
     "qwen3": Style(head_norms="head"),
+    "qwen3_moe": Style(head_norms="head"),
+    "mixtral": Style(),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
     "phi3": Style(qkv="fused", feed_fused=True, rotation=rotate_front_at_once),
     "olmo2": Style(
@@ -171,6 +174,8 @@ class Block:
 
     def feed(self, x: Value) -> Value:
         op, act = self.op, self.style.act
+        if "mlp.experts.down_proj" in self.p:
+            return experts(op, self.p, self.arch, x)
         if not self.style.gated:
             x = op.named("up", self.linear(x, self.style.feed[0]))
             x = op.named(f"{act}(up)", activate(op, x, act))

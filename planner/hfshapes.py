@@ -186,7 +186,11 @@ _EXPERTS = {"num_experts": 128, "n_routed_experts": 256, "num_local_experts": 8}
 
 
 def _qwen3_moe(keys: Keys, hidden: int) -> Traits:
-    return _sparse("num_experts")(keys, hidden) | {"expert_ffn": keys.integer("moe_intermediate_size", 768)}
+    return _sparse("num_experts")(keys, hidden) | {
+        "expert_ffn": keys.integer("moe_intermediate_size", 768),
+        "scores_summed": keys.flag("norm_topk_prob", default=False),
+        "scores_cast": True,
+    }
 
 
 def _qwen3_moe_dense(keys: Keys, layers: int) -> tuple[int, ...]:
@@ -196,7 +200,7 @@ def _qwen3_moe_dense(keys: Keys, layers: int) -> tuple[int, ...]:
 
 def _mixtral(keys: Keys, hidden: int) -> Traits:
     traits = _sparse("num_local_experts")(_with(keys, num_experts_per_tok=2), hidden)
-    return traits | {"expert_ffn": keys.integer("intermediate_size", 14336)}
+    return traits | {"expert_ffn": keys.integer("intermediate_size", 14336), "scores_summed": True}
 
 
 def _gpt_oss(keys: Keys, hidden: int) -> Traits:

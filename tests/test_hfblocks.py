@@ -38,6 +38,21 @@ CASES = {
     "gemma": {"model_type": "gemma", "num_key_value_heads": 1, "tie_word_embeddings": True},
     "phi3": {"model_type": "phi3", "resid_pdrop": 0.0},
     "olmo2": {"model_type": "olmo2"},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe, as they are": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": False,
+    },
     "gpt_neox": {
         "model_type": "gpt_neox",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
