@@ -24,9 +24,9 @@ OLDEST_CAPABILITY = (7, 5)
 PRELUDE = "numeric.cuh"
 
 TUNED: dict[str, dict[str, int]] = {
-    "adamw": {"BLOCK": 256, "CHUNK": 16384, "UNROLL": 1, "STREAM": 1},
-    "norm": {"BLOCK": 256, "UNROLL": 4, "STREAM": 0},
-    "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "NUM_ENTRIES": 64},
+    "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},
+    "norm": {"BLOCK": 512, "UNROLL": 4, "STREAM": 0},
+    "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 0, "NUM_ENTRIES": 64},
 }
 """What each source is compiled with, unless a caller asks for something else: threads a block, elements of a block's
 share, vectors in flight a thread, whether what is touched once leaves the caches first, gradients a launch."""

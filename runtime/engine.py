@@ -6,6 +6,7 @@ The calls are those that people already write: `engine(batch)`, `engine.backward
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -79,6 +80,7 @@ class Engine(nn.Module):
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.units, self.choice, self.arena, self.collectives, self.streams)
         self.optimizer = ShardedAdamW(self.units, self.choice, training, self.arena)
+        self.reducer.landed = self.optimizer.landed
         self.hooks = Hooks(found, self.units, self.gatherer, self.reducer)
         self.on_phase = _LISTENERS[-1] if _LISTENERS else None
         self.global_steps = 0
@@ -169,7 +171,7 @@ class Engine(nn.Module):
         if not self.collectives.checked:
             return
         # The last scalar is scratch, the norms before reduction differ by rank.
-        self.collectives.same_everywhere(checksum(self.optimizer.scalars[:-1]), "the optimizer's step, norm or scale")
+        self.collectives.same_everywhere(checksum(self.optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale")
         if self.choice.stage == 0:
             for u in self.units:
                 self.collectives.same_everywhere(checksum(u.buffer), f"unit `{u.name}`")
@@ -275,10 +277,21 @@ def initialize(
     if checked is None:
         checked = os.environ.get("ZPLAN_CHECK", "0") not in ("", "0")
     mesh = join(pretend_world=world)
+    _say_if_reserved_may_grow(mesh)
     training = _training_config(config, model, mesh)
     engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked)
     loader = None if training_data is None else _loader(training_data, engine, seed)
     return engine, engine.optimizer, loader, None
+
+
+def _say_if_reserved_may_grow(mesh: Mesh) -> None:
+    """Expandable segments keep what the allocator reserves next to what is allocated; they must be set before CUDA starts."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if mesh.device.type == "cuda" and mesh.rank == 0 and "expandable_segments:True" not in settings:
+        sys.stderr.write(
+            "zplan: expandable segments are off, so the allocator may reserve a fifth more than the ledger says; "
+            "set PYTORCH_ALLOC_CONF=expandable_segments:True (`zplan run` does)\n"
+        )
 
 
 def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingConfig:
