@@ -218,7 +218,9 @@ class Checkpoints:
 
     # --- loading ---------------------------------------------------------------------------------------------------------
 
-    def load(self, root: Path, tag: str | None, *, resume: Resume, weights_only: bool) -> tuple[str | None, dict[str, Any]]:
+    def load(
+        self, root: Path, tag: str | None, *, resume: Resume, weights_only: bool
+    ) -> tuple[str | None, dict[str, Any]]:
         """Load a tag, what `latest` names, or the newest that is whole. Returns its folder and the client state."""
         self._between_steps("load")
         self.wait()
@@ -325,7 +327,9 @@ class Checkpoints:
     def _between_steps(self, verb: str) -> None:
         e = self.engine
         if dist.is_initialized() and dist.get_backend() == "fake":
-            raise ZplanError(f"one rank that pretends to be of {e.world_size} has nothing to {verb}", f"{verb} in a real job")
+            raise ZplanError(
+                f"one rank that pretends to be of {e.world_size} has nothing to {verb}", f"{verb} in a real job"
+            )
         if e.reducer.micro_step:
             raise ZplanError(
                 f"{verb} after micro-step {e.reducer.micro_step} of {e.choice.accumulation}: gradients of an unfinished "

@@ -120,9 +120,7 @@ def prepare(root: Path, tag: str, *, overwrite: bool) -> Path:
     """Clear what unfinished saves left, and make an empty partial folder with a probe in it."""
     recover(root)
     if (root / tag).exists() and not overwrite:
-        raise ZplanError(
-            f"`{root / tag}` exists", "save under another tag, or overwrite it with `overwrite=True`"
-        )
+        raise ZplanError(f"`{root / tag}` exists", "save under another tag, or overwrite it with `overwrite=True`")
     partial = root / f"{PARTIAL}{tag}.{secrets.token_hex(4)}"
     partial.mkdir()
     write_synced(partial / PROBE, partial.name.encode())

@@ -80,7 +80,9 @@ class RankIndex:
         raw = {
             "schema_version": SCHEMA_VERSION,
             **{k: getattr(self, k) for k in ("rank", "data", "data_bytes", "header_bytes", "header_crc32")},
-            "ranges": [[s.range.state, s.range.name, s.range.start, s.range.end, s.offset, s.crc32] for s in self.ranges],
+            "ranges": [
+                [s.range.state, s.range.name, s.range.start, s.range.end, s.offset, s.crc32] for s in self.ranges
+            ],
             "random": self.random,
         }
         return json.dumps(raw, separators=(",", ":")).encode()
@@ -217,7 +219,9 @@ def read_latest(text: bytes, path: str) -> str:
     """The tag that `latest` names."""
     tag = text.split(b"\n", 1)[0].decode("utf-8", "replace")
     if text != latest_text(tag):
-        raise Damaged(f"`{path}` is damaged: its crc32 is not that of its content", "name a tag, or use `--resume auto`")
+        raise Damaged(
+            f"`{path}` is damaged: its crc32 is not that of its content", "name a tag, or use `--resume auto`"
+        )
     return tag
 
 

@@ -81,7 +81,9 @@ class Checkpoint:
             text = path.read_bytes()
             size = (self.folder / record.data).stat().st_size
         except FileNotFoundError as error:
-            raise Damaged(f"`{error.filename}` is missing: rank {record.rank}'s part of the checkpoint", OTHER) from None
+            raise Damaged(
+                f"`{error.filename}` is missing: rank {record.rank}'s part of the checkpoint", OTHER
+            ) from None
         except OSError as error:
             raise Damaged(f"`{error.filename}` can't be read: {error.strerror}", OTHER) from None
         if len(text) != record.index_bytes or zlib.crc32(text) != record.index_crc32:
@@ -185,7 +187,9 @@ class Checkpoint:
                 yield error
                 continue
             if zlib.crc32(header) != index.header_crc32:
-                yield Damaged(f"`{self._path(index.rank)}` is damaged: the crc32 of its header is not its index's", OTHER)
+                yield Damaged(
+                    f"`{self._path(index.rank)}` is damaged: the crc32 of its header is not its index's", OTHER
+                )
             for stored in index.ranges:
                 try:
                     self._values(Place(stored, index.rank))
