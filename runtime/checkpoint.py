@@ -224,8 +224,7 @@ class Checkpoints:
         """Load a tag, what `latest` names, or the newest that is whole. Returns its folder and the client state."""
         self._between_steps("load")
         self.wait()
-        candidates = json.loads(self._all_say(lambda: self._candidates(root, tag, resume))[0])
-        skipped: list[str] = []
+        candidates, skipped = json.loads(self._all_say(lambda: json.dumps(self._candidates(root, tag, resume)))[0])
         for name in candidates:
             try:
                 found = self._load_one(folder.folder_of(root, name), weights_only=weights_only)
@@ -245,20 +244,27 @@ class Checkpoints:
         self._note(f"no checkpoint in `{root}` yet: a fresh start")
         return None, {}
 
-    def _candidates(self, root: Path, tag: str | None, resume: Resume) -> str:
-        """Tags to try, newest first; rank 0's word counts."""
+    def _candidates(self, root: Path, tag: str | None, resume: Resume) -> tuple[list[str], list[str]]:
+        """Tags to try, newest first, and tags that are damaged at first sight; rank 0's word counts."""
         if self.engine.rank != 0:
-            return ""
+            return [], []
         if tag is not None:
             if not folder.folder_of(root, tag).is_dir():
                 known = ", ".join(f"`{t}`" for t, _ in folder.manifests(root)[:6]) if root.is_dir() else ""
                 raise ZplanError(f"there is no checkpoint `{root / tag}`", f"there are {known}" if known else None)
-            return json.dumps([tag])
+            return [tag], []
         if resume == "latest":
-            return json.dumps([folder.latest_tag(root)])
-        if not root.is_dir():
-            return "[]"
-        return json.dumps([t for t, _ in folder.manifests(root)])
+            return [folder.latest_tag(root)], []
+        good, damaged = [], []
+        for name, found in folder.manifests(root) if root.is_dir() else []:
+            if isinstance(found, Manifest):
+                good.append(name)
+                continue
+            if not isinstance(found, Damaged):
+                raise found  # a newer version's: skipping it would throw training away
+            damaged.append(name)
+            self._note(f"skipped `{name}`: {found.message}")
+        return good, damaged
 
     def _load_one(self, path: Path, *, weights_only: bool) -> Manifest:
         """Load one checkpoint on all ranks, or raise on all of them."""

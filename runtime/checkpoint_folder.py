@@ -66,6 +66,7 @@ class WriteLock:
     def release(self) -> None:
         if self.fd in _held:
             _held.remove(self.fd)
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
             os.close(self.fd)
 
 
