@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import random
 import time
@@ -16,9 +15,10 @@ import torch.distributed as dist
 import workload as w
 
 from zplan.runtime import checkpoint_folder as cf
+from zplan.runtime.checkpoint_format import STATES
+from zplan.runtime.checkpoint_ranges import extents, state_tensor
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.engine import Engine, initialize
-from zplan.runtime.meter import StorageRegistry  # noqa: F401  imported by the fork server, not by each rank
 
 SAVES_BEFORE = 1
 LONGEST = 0.06
@@ -26,11 +26,12 @@ LONGEST = 0.06
 
 
 def fingerprint(engine: Engine) -> int:
-    """crc32 of this rank's masters and moments."""
+    """crc32 of the masters and moments that this rank keeps."""
     crc = 0
     for u in engine.units:
-        for tensor in (u.flat if u.master is None else u.master, u.exp_avg, u.exp_avg_sq):
-            crc = zlib.crc32(tensor.numpy().tobytes(), crc)
+        for state in STATES:
+            for extent in extents(u, state, everything=False):
+                crc = zlib.crc32(extent.of(state_tensor(u, state)).detach().numpy().tobytes(), crc)
     return crc
 
 
@@ -53,8 +54,7 @@ def train_and_save(rank: int, world_size: int, store: str, root: str, log: str, 
 class Attempt:
     """One run that is killed."""
 
-    def __init__(self, folder: Path, number: int, world_size: int, background: bool) -> None:
-        context = mp.get_context("forkserver")
+    def __init__(self, context: Any, folder: Path, number: int, world_size: int, background: bool) -> None:
         self.root, self.log = folder / "saved", folder / "log"
         args = (world_size, str(folder / f"store{number}"), str(self.root), str(self.log), background)
         self.ranks = [context.Process(target=train_and_save, args=(r, *args), daemon=True) for r in range(world_size)]
@@ -93,7 +93,7 @@ class Attempt:
         return found[0].global_step
 
 
-def kill_many(folder: Path, kills: int, seed: int) -> dict[str, int]:
+def kill_many(context: Any, folder: Path, kills: int, seed: int) -> dict[str, int]:
     """Kill a run again and again, sync and async, one rank and two, all ranks or one."""
     rng = random.Random(seed)
     counts: dict[str, int] = {}
@@ -103,7 +103,7 @@ def kill_many(folder: Path, kills: int, seed: int) -> dict[str, int]:
         step = 0
         for number in range(kills // 2):
             background, all_ranks = number % 2 == 1, number % 4 < 2
-            attempt = Attempt(here, number, world_size, background)
+            attempt = Attempt(context, here, number, world_size, background)
             attempt.kill(rng, all_ranks=all_ranks)
             newest = attempt.newest()
             assert newest >= step, f"step {step} was committed, and {newest} is what remains"
@@ -125,15 +125,15 @@ def same_at_every_step(log: Path) -> None:
 
 
 @pytest.mark.gloo
-def test_a_few_kills(tmp_path):
-    kill_many(tmp_path, 8, seed=int.from_bytes(os.urandom(4), "big"))
+def test_a_few_kills(_forkserver, tmp_path):
+    kill_many(_forkserver, tmp_path, 8, seed=int.from_bytes(os.urandom(4), "big"))
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_two_hundred_kills(tmp_path, capsys):
-    found: dict[str, Any] = kill_many(tmp_path, 200, seed=0)
+def test_two_hundred_kills(_forkserver, tmp_path, capsys):
+    found: dict[str, Any] = kill_many(_forkserver, tmp_path, 200, seed=0)
     assert found["in a save"] >= 50, f"kills missed the saves: {found}"
     with capsys.disabled():
         print(f"\n200 kills: {found}")
