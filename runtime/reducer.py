@@ -12,6 +12,7 @@ when compute waits for copies that are long done, and only then are they freed.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Reducer:
         self.order = list(reversed(units))
         self.next = 0
         self.ready: set[FlatUnit] = set()
+        self.landed: Callable[[FlatUnit], None] | None = None
+        """Called on the reduce stream when a unit's gradients are reduced for the last time before a step."""
         self.slot: Tensor | None = None
         self.retained: list[tuple[str, Tensor]] = []
         """(size class, gradient) of the unit that was reduced last."""
@@ -129,6 +132,8 @@ class Reducer:
                 self._reduce_through_slot(unit, landed, grad, self.slot)
             else:
                 self._reduce_in_place(unit, landed, grad)
+            if self.landed is not None and self.last_micro_step:
+                self.landed(unit)
         self.retained = [(unit.placement.size_class, g) for g in landed if g is not None]
 
     def _reduce_in_place(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor) -> None:

@@ -96,7 +96,9 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield "params.placeholder", nan
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
-    yield "optim.scalars", engine.optimizer.scalars
+    yield "optim.scalars", engine.optimizer.scalars.buffer
+    if engine.optimizer.table is not None:
+        yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms
     if engine.reducer.slot is not None:
         yield "grads.slot", engine.reducer.slot
