@@ -214,7 +214,7 @@ class Block:
     def _eager(self, q: Value, k: Value, v: Value, mask: Value) -> tuple[Value, Value | None]:
         op, times = self.op, self.arch.heads // self.arch.kv_heads
         if times > 1:
-            k, v = op.repeat_interleave(k, times), op.repeat_interleave(v, times)
+            k, v = self._repeated(k, times), self._repeated(v, times)
         scores = op.scale(op.matmul(q, op.transpose(k, 2, 3)))
         if self.arch.trait("capped_scores"):
             scores = op.scale(scores)
@@ -224,6 +224,10 @@ class Block:
         scores = op.to(op.softmax(op.to(scores, FP32), "softmax"), q.itemsize)
         out = op.named("attention output", op.matmul(scores, v))
         return op.contiguous(op.transpose(out, 1, 2)), scores
+
+    def _repeated(self, x: Value, times: int) -> Value:
+        b, g, t, d = x.shape
+        return self.op.reshape(self.op.expand(self.op.unsqueeze(x, 2), (b, g, times, t, d)), (b, g * times, t, d))
 
     def feed(self, x: Value) -> Value:
         op, act = self.op, self.style.act
