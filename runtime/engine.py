@@ -176,6 +176,7 @@ class Engine(nn.Module):
         """Checked mode: what every rank must hold alike is alike."""
         if not self.collectives.checked:
             return
+        self.hooks.phase("check")
         # The last scalar is scratch, the norms before reduction differ by rank.
         self.collectives.same_everywhere(checksum(self.optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale")
         if self.choice.stage == 0:
