@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig
+from zplan.planner.errors import ZplanError
 from zplan.planner.placement import shards_states
 from zplan.planner.states import NUM_SCALARS, norm_chunk, num_norms
 from zplan.runtime.arena import Arena
@@ -41,16 +42,46 @@ class ShardedAdamW:
             }
         ]
         self.scalars = arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0)
-        self.applied, self.norm, self.coefficient, self.scale, self.skip, self.scratch = self.scalars.unbind()
-        self.norms = arena.take(
-            "optim.norms", num_norms([u.placement for u in units], choice), torch.float32, fill=0.0
+        self.applied, self.norm, self.coefficient, self.scale, self.skip, self.tokens, self.scratch = (
+            self.scalars.unbind()
         )
+        self.weighted: bool | None = None
+        """Whether gradients of this step are weighted by tokens; None before its first backward."""
+        self.measured = False
+        self.norms = arena.take("optim.norms", num_norms([u.placement for u in units], choice), torch.float32, fill=0.0)
+
+    def weigh(self, num_tokens: int | None, *, again: bool) -> None:
+        """Note what a backward's loss is the mean of: tokens, or (None) one micro-batch like any other.
+
+        `again` is a further loss of the same forward, whose tokens are counted.
+        """
+        if self.weighted is None:
+            self.weighted = num_tokens is not None
+            self.tokens.zero_()
+        if self.weighted != (num_tokens is not None):
+            raise ZplanError(
+                "`num_tokens` was given to some backward calls of this step and not to others",
+                "give it to all of them, or to none",
+            )
+        if num_tokens is not None and not again:
+            self.tokens.add_(num_tokens)
 
     @torch.no_grad()
-    def measure(self, collectives: Collectives) -> None:
-        """Global norm, clip coefficient, the factor that gradients are divided by, and the skip flag. See [Note: averaging]."""
-        self._measure([grad for u in self.units for _, grad, _, _ in self._rows(u)], collectives)
-        self.applied.add_(1.0).sub_(self.skip)
+    def measure(self, collectives: Collectives, *, clip: float | None = None) -> None:
+        """Global norm, clip coefficient, the factor that gradients are divided by, and the skip flag. See [Note: averaging].
+
+        `clip` stands for the config's `gradient_clipping` in this step; a second call in a step changes nothing else.
+        """
+        if not self.measured:
+            self._measure([grad for u in self.units for _, grad, _, _ in self._rows(u)], collectives)
+            self.applied.add_(1.0).sub_(self.skip)
+        if not self.measured or clip is not None:
+            self._clip(self.training.clip if clip is None else clip)
+        self.measured = True
+
+    def finish(self) -> None:
+        """The step is over."""
+        self.measured, self.weighted = False, None
 
     @torch.no_grad()
     def update(self, units: Sequence[FlatUnit]) -> None:
@@ -81,7 +112,8 @@ class ShardedAdamW:
             self._publish(u)
 
     def _measure(self, grads: list[Tensor], collectives: Collectives) -> None:
-        mean = 1.0 / (self.choice.world_size * self.choice.accumulation)
+        if self.weighted and self.choice.world_size > 1:
+            collectives.all_reduce(self.tokens, "tokens")
         parts = [part for grad in grads for part in grad.split(norm_chunk(self.choice, grad.numel()))]
         for out, part in zip(self.norms.unbind(), parts, strict=True):
             torch.linalg.vector_norm(part, out=out)
@@ -90,21 +122,31 @@ class ShardedAdamW:
             self.norm.square_()
             collectives.all_reduce(self.norm, "gradient norm")
             self.norm.sqrt_()
-        self.norm.mul_(mean)
+        self.norm.mul_(self._mean())
         # x - x is 0 for a finite x and NaN otherwise, and only NaN differs from 0.
         torch.sub(self.norm, self.norm, out=self.skip)
         self.skip.ne_(0.0)
+
+    def _clip(self, limit: float) -> None:
         self.coefficient.fill_(1.0)
-        if self.training.clip > 0:
+        if limit > 0:
             torch.add(self.norm, 1e-6, out=self.scratch)
-            torch.div(self.coefficient.fill_(self.training.clip), self.scratch, out=self.coefficient)
+            torch.div(self.coefficient.fill_(limit), self.scratch, out=self.coefficient)
             self.coefficient.clamp_(max=1.0)
         torch.reciprocal(self.coefficient, out=self.scale)
-        self.scale.div_(mean)
+        self.scale.div_(self._mean())
+
+    def _mean(self) -> float | Tensor:
+        """What turns the sums over ranks and micro-steps into a mean."""
+        if not self.weighted:
+            return 1.0 / (self.choice.world_size * self.choice.accumulation)
+        return torch.reciprocal(self.tokens, out=self.scratch)
 
     def _rows(self, u: FlatUnit) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """(master, gradient, exp_avg, exp_avg_sq) of every contiguous slice that this rank updates."""
-        assert u.grad is not None and u.exp_avg is not None and u.exp_avg_sq is not None, f"unit {u.name} has no gradient"
+        assert u.grad is not None and u.exp_avg is not None and u.exp_avg_sq is not None, (
+            f"unit {u.name} has no gradient"
+        )
         if not shards_states(self.choice):
             return [(u.buffer if u.master is None else u.master, u.grad, u.exp_avg, u.exp_avg_sq)]
         whole_grad = u.grad.numel() == u.layout.padded_numel
