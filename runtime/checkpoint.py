@@ -86,7 +86,7 @@ class Checkpoints:
         background: bool,
     ) -> Path:
         """Write a checkpoint, or start to. Returns its folder."""
-        self._between_steps("save")
+        self.between_steps("save")
         self.wait()
         if keep is not None and keep < 1:
             raise ZplanError(f"`keep={keep}` would delete the checkpoint that was just written", "keep at least 1")
@@ -151,7 +151,7 @@ class Checkpoints:
                 raise folder.unwritable(request.root, error) from None
 
         try:
-            said = self._all_say(prepare)
+            said = self.all_say(prepare)
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -163,12 +163,12 @@ class Checkpoints:
     ) -> None:
         """Steps 2 to 4 of [Note: save]."""
         try:
-            needed = self._all_say(lambda: str(sum(r.nbytes for r, _ in sources)))
-            self._all_say(lambda: check_shared(partial, sum(map(int, needed))) or "")
+            needed = self.all_say(lambda: str(sum(r.nbytes for r, _ in sources)))
+            self.all_say(lambda: check_shared(partial, sum(map(int, needed))) or "")
             rank = self.engine.rank
-            records = self._all_say(lambda: json.dumps(asdict(write_rank(partial, rank, sources, request.random))))
+            records = self.all_say(lambda: json.dumps(asdict(write_rank(partial, rank, sources, request.random))))
             files = tuple(FileRecord(**json.loads(r)) for r in records)
-            self._all_say(lambda: self._commit(request, partial, files))
+            self.all_say(lambda: self._commit(request, partial, files))
         except BaseException:
             if lock is not None:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -222,9 +222,9 @@ class Checkpoints:
         self, root: Path, tag: str | None, *, resume: Resume, weights_only: bool
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a tag, what `latest` names, or the newest that is whole. Returns its folder and the client state."""
-        self._between_steps("load")
+        self.between_steps("load")
         self.wait()
-        candidates, skipped = json.loads(self._all_say(lambda: json.dumps(self._candidates(root, tag, resume)))[0])
+        candidates, skipped = json.loads(self.all_say(lambda: json.dumps(self._candidates(root, tag, resume)))[0])
         for name in candidates:
             try:
                 found = self._load_one(folder.folder_of(root, name), weights_only=weights_only)
@@ -283,10 +283,10 @@ class Checkpoints:
             return ""
 
         try:
-            self._all_say(check)
+            self.all_say(check)
             started = True
             with opened[0]:
-                self._all_say(fill)
+                self.all_say(fill)
         except Damaged as error:
             if started:
                 raise Damaged(
@@ -314,7 +314,7 @@ class Checkpoints:
 
     # --- both ------------------------------------------------------------------------------------------------------------
 
-    def _all_say(self, act: Callable[[], str]) -> list[str]:
+    def all_say(self, act: Callable[[], str]) -> list[str]:
         """Run `act` on every rank and return what each made of it; where one failed, all raise."""
         try:
             mine = {"text": act()}
@@ -330,7 +330,7 @@ class Checkpoints:
                 raise kind(where + s["error"], s["hint"] or None)
         return [s["text"] for s in said]
 
-    def _between_steps(self, verb: str) -> None:
+    def between_steps(self, verb: str) -> None:
         e = self.engine
         if dist.is_initialized() and dist.get_backend() == "fake":
             raise ZplanError(

@@ -338,6 +338,18 @@ class Engine(nn.Module):
         self._alive()
         return self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
 
+    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> Path:
+        """Write a bf16 folder that transformers' `from_pretrained` loads. Every rank must call it, between two steps.
+
+        Unit by unit, so that it costs one unit in the compute dtype; `save_dir` must not exist yet.
+        """
+        from zplan.runtime.hf_export import export_engine
+
+        self._alive()
+        self.checkpoints.between_steps("export")
+        export_engine(self, Path(save_dir))
+        return Path(save_dir)
+
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

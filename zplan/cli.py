@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "run": ("Run", "zplan.cli_run", "run", "Train what a plan says, on real text or with a script."),
     "verify": ("Run", "zplan.cli_run", "verify", "Run a few steps and compare every line with the plan."),
     "demo": ("Run", "zplan.cli_run", "demo", "Plan and train a small model on two CPU ranks."),
+    "checkpoint": ("Run", "zplan.cli_checkpoint", "checkpoint", "List, verify, export and compare checkpoints."),
     "models": ("Inspect", "zplan.cli", "models", "List the models that zplan knows by name."),
     "gpus": ("Inspect", "zplan.cli", "gpus", "List the GPUs that zplan knows by name."),
 }
