@@ -158,7 +158,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         KEYS.train: batch.train,
         KEYS.micro: batch.micro,
         KEYS.accumulation: batch.accumulation,
-        "bf16": {"enabled": bf16, "check_grad_overflow": False},
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
         "fp16": {"enabled": False},
         "optimizer": {"type": "AdamW", "params": params},
         "gradient_clipping": config.clip,
@@ -213,7 +213,12 @@ def _bf16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
     check_keys(block, ("enabled", *dskeys.BF16_NEUTRAL), where)
     enabled = want_bool("enabled", where, block.get("enabled", False))
     found["precision"] = "bf16" if enabled else "fp32"
-    return _screen(block, dskeys.BF16_NEUTRAL, {}, where)
+    notes = _screen(block, dskeys.BF16_NEUTRAL, {}, where)
+    if block.get("check_grad_overflow") is False:
+        notes += (
+            f"`check_grad_overflow` of {where} changes nothing: a step whose gradient norm is not finite is skipped",
+        )
+    return notes
 
 
 def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:

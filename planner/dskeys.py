@@ -128,7 +128,7 @@ TOP_NEUTRAL: dict[str, Neutral] = {
 TOP_INERT: dict[str, str] = {"aio": "tunes NVMe offload, which is not built yet"}
 
 BF16_NEUTRAL: dict[str, Neutral] = {
-    "check_grad_overflow": false,
+    "check_grad_overflow": either,
     "immediate_grad_update": false,
     "bf16_master_weights_and_grads": false,
     "bf16_optimizer_states": false,

@@ -176,6 +176,14 @@ def test_inert_keys_are_accepted_with_a_note(key):
     assert 'is "auto"' in refusal({**ONE, "zero_optimization": {key: "auto"}}).message
 
 
+def test_steps_that_are_not_finite_are_skipped_whatever_bf16_says():
+    """The engine knows no other way, so true is what is written and false is told about."""
+    for value, noted in ((True, False), (None, False), (False, True)):
+        c = from_mapping({**ONE, "bf16": {"enabled": True, "check_grad_overflow": value}}, world_size=1)
+        assert any("`check_grad_overflow`" in n and "is skipped" in n for n in c.notes) is noted
+    assert to_mapping(c, largest_block_numel=1)["bf16"] == {"enabled": True, "check_grad_overflow": True}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
