@@ -7,7 +7,6 @@ worth knowing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -190,16 +189,6 @@ def whole(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e18:
         return None
     return int(value) if value == int(value) else None
-
-
-def check_file(path: str | os.PathLike[str], subject: Subject) -> Report:
-    """Read and check one file; YAML where its name says so."""
-    from zplan.planner.reading import read_text
-    from zplan.planner.relaxed import read_document
-
-    name = os.fspath(path)
-    document = read_document(read_text(name), name, yaml=name.lower().endswith((".yaml", ".yml")))
-    return check_document(document, name, subject)
 
 
 def check_document(document: Document, source: str, subject: Subject) -> Report:

@@ -1,4 +1,4 @@
-"""Configs as people write them, with the place of every key: JSON, the looser text that DeepSpeed reads, and YAML.
+"""Configs as people write them, with the place of every key: JSON, and the looser text that DeepSpeed reads.
 
 DeepSpeed reads Hjson: comments, trailing or missing commas, keys and strings without quotes. Most other tools read
 strict JSON, so each step away from it is kept as a `Departure` for the linter to tell about.
@@ -21,7 +21,7 @@ Place = tuple[int, int]
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?\Z")
 _WORDS = {"true": True, "false": False, "null": None}
-_DEEPEST = 64
+DEEPEST = 64
 """Levels; a config has five."""
 
 
@@ -46,8 +46,8 @@ class Document:
     """Keys given a second time; the last value counts."""
 
 
-def read_document(text: str, source: str, *, yaml: bool = False) -> Document:
-    """Read a config in any of the three syntaxes.
+def read_document(text: str, source: str) -> Document:
+    """Read a config written as JSON or Hjson.
 
     Parameters
     ----------
@@ -55,12 +55,10 @@ def read_document(text: str, source: str, *, yaml: bool = False) -> Document:
         The file's text.
     source
         What it is called in errors.
-    yaml
-        Read it as YAML. JSON files are YAML too, but a broken one is better explained as JSON.
     """
     if not text.strip():
         raise ZplanError(f"`{source}` is empty", "write the file again")
-    return _read_yaml(text, source) if yaml else _Reader(text, source).document()
+    return _Reader(text, source).document()
 
 
 class _Reader:
@@ -142,7 +140,7 @@ class _Reader:
 
     def nested(self, read: Callable[[], Any]) -> Any:
         self.depth += 1
-        if self.depth > _DEEPEST:
+        if self.depth > DEEPEST:
             raise ZplanError(f"`{self.source}` nests too deeply to be a config", "check that it is the right file")
         value = read()
         self.depth -= 1
@@ -279,48 +277,3 @@ class _Reader:
         self.depart(start, "a string without quotes")
         self.at = line_end
         return self.text[start:line_end].strip()
-
-
-def _read_yaml(text: str, source: str) -> Document:
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        raise ZplanError(f"reading `{source}` needs PyYAML", "pip install pyyaml, or give the config as JSON") from None
-    try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        found = Document({}, "yaml")
-        value = _yaml_value(loader, root, (), found)
-    except yaml.MarkedYAMLError as e:
-        mark = e.problem_mark
-        at = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise ZplanError(f"`{source}` is not valid YAML: {e.problem}{at}", "check the indentation there") from None
-    except yaml.YAMLError as e:
-        raise ZplanError(f"`{source}` is not valid YAML: {str(e).splitlines()[0]}", "check the file") from None
-    except ValueError as e:
-        raise ZplanError(f"`{source}` is not valid YAML: {e}", "check the file") from None
-    if not isinstance(value, dict):
-        raise ZplanError(f"`{source}` holds no mapping of keys to values", "check that it is the right file")
-    found.value = value
-    return found
-
-
-def _yaml_value(loader: Any, node: Any, path: Path, found: Document) -> Any:
-    if len(path) > _DEEPEST:
-        raise ValueError("it nests too deeply to be a config")
-    if node is None:
-        return None
-    if node.id == "mapping":
-        out: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = str(loader.construct_object(key_node, deep=True))
-            here = (*path, key)
-            if key in out:
-                found.duplicates.append(here)
-            found.places[here] = (key_node.start_mark.line + 1, key_node.start_mark.column + 1)
-            out[key] = _yaml_value(loader, value_node, here, found)
-        return out
-    if node.id == "sequence":
-        return [_yaml_value(loader, item, (*path, i), found) for i, item in enumerate(node.value)]
-    value = loader.construct_object(node)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

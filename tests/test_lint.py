@@ -548,11 +548,13 @@ def test_accelerate_and_fsdp(config, wrong, said):
 
 def test_yaml_reads_a_power_of_ten_as_text():
     pytest.importorskip("yaml", reason="needs PyYAML")
-    document = read_document("zero_optimization:\n  stage: 3\n  reduce_bucket_size: 5e8\n", "x.yaml", yaml=True)
+    from zplan.yaml_reading import read_yaml
+
+    document = read_yaml("zero_optimization:\n  stage: 3\n  reduce_bucket_size: 5e8\n", "x.yaml")
     found = [f for f in check_document(document, "x.yaml", Subject()).findings if f.rule == "string-number"]
     assert [f.place for f in found] == [(3, 3)] and "YAML 1.1" in found[0].message
     with pytest.raises(ZplanError, match="line 2"):
-        read_document("a: 1\n b: 2\n", "x.yaml", yaml=True)
+        read_yaml("a: 1\n b: 2\n", "x.yaml")
 
 
 def test_models_that_cannot_be_planned_are_known_to_the_linter():

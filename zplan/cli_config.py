@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from zplan.planner.relaxed import Document
+
+
+def _read(file: str) -> Document:
+    """A config file; YAML where its name says so, for a broken JSON file is better explained as JSON."""
+    from zplan.planner.reading import read_text
+    from zplan.planner.relaxed import read_document
+
+    text = read_text(file)
+    if file.lower().endswith((".yaml", ".yml")):
+        from zplan.yaml_reading import read_yaml
+
+        return read_yaml(text, file)
+    return read_document(text, file)
 
 
 @click.command(
@@ -32,10 +48,11 @@ def check(*, file: str, as_json: bool, **given: Any) -> int:
 
     Exits with 1 when there are errors, 2 when the file cannot be read at all.
     """
-    from zplan.planner.lint import check_file
+    from zplan.planner.lint import check_document
     from zplan.planner.lint_report import lint_json, lint_text
     from zplan.planner.lint_subject import make_subject
 
-    report = check_file(file, make_subject(given))
+    subject = make_subject(given)
+    report = check_document(_read(file), file, subject)
     click.echo(lint_json(report) if as_json else lint_text(report), nl=False)
     return 1 if report.count("error") else 0
