@@ -77,7 +77,8 @@ def ledger_of(plan: Plan, engine: Engine) -> Ledger:
     lines: tuple[Line, ...] = ()
     if engine.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(engine.device)
-        lines = workspace_lines(f"{major}.{minor}", timeline(plan.spec.units).phases)
+        biased = plan.spec.arch is not None and plan.spec.arch.family == "gpt2"
+        lines = workspace_lines(f"{major}.{minor}", timeline(plan.spec.units).phases, biased=biased)
     return predict(plan.spec, engine.choice, overheads=lines)
 
 

@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 
 from zplan.planner.ledger import Ledger, Line
-from zplan.planner.overhead import CUBLAS
+from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 
 ACTIVATIONS = "act"
 """Name under which the walk puts what no owner holds."""
+
+WORKSPACES = (CUBLAS, CUBLASLT)
+"""The only overheads that lie inside torch's allocator."""
 
 BACKWARD = "backward"
 """Birth of everything that backward made."""
@@ -224,7 +227,7 @@ def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tup
     """What must be alive between phase `at` and the next, keyed as `Meter._snapshot` keys it."""
     out: Counter[tuple[str, str]] = Counter()
     for line in ledger.lines:
-        if line.tier != "device" or (line.kind == "overhead" and line.id != CUBLAS):
+        if line.tier != "device" or (line.kind == "overhead" and line.id not in WORKSPACES):
             continue
         for span in line.spans:
             if _crosses(line, span, at, turn):
@@ -241,7 +244,7 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
 
 
 def _key(ledger: Ledger, line: Line, first: int, turn: int, *, by_birth: bool) -> tuple[str, str]:
-    if line.id == CUBLAS:
+    if line.id in WORKSPACES:
         return ACTIVATIONS, ""
     if line.kind != "activations" or (line.id.startswith("grads.") and line.id != "grads.tied"):
         return line.id, ""
@@ -256,15 +259,18 @@ def _name(ledger: Ledger, key: tuple[str, str], at: int, turn: int) -> str:
     """What a row is called: the line's id, or the ids of all activation lines that share a birth."""
     if key[0] != ACTIVATIONS:
         return key[0]
+    if not key[1]:
+        return "activations and workspaces"
     ids = dict.fromkeys(
         line.id
         for line in ledger.lines
         for span in line.spans
         if _crosses(line, span, at, turn)
-        and key in ((ACTIVATIONS, ""), _key(ledger, line, span[0], turn, by_birth=True))
-        and (line.kind == "activations" or line.id == CUBLAS)
+        and line.kind == "activations"
+        and key == _key(ledger, line, span[0], turn, by_birth=True)
     )
-    return " + ".join(ids) or f"born in {key[1]}"
+    shown = list(ids)[:3] + ([f"{len(ids) - 3} more"] if len(ids) > 3 else [])
+    return " + ".join(shown) or f"born in {key[1]}"
 
 
 def _requested(which: str) -> int:

@@ -49,7 +49,7 @@ def main() -> None:
                 engine.step()
                 del ids, labels, loss
         time = timeline(spec(name).units)
-        lines = workspace_lines("{}.{}".format(*torch.cuda.get_device_capability()), time.phases)
+        lines = workspace_lines("{}.{}".format(*torch.cuda.get_device_capability()), time.phases, biased="gpt2" in name)
         ledger = predict(spec(name), engine.choice, overheads=lines)
         c = meter.compare(ledger)
     if engine.rank == 0:
