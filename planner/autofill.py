@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zplan.planner.lint import View
@@ -71,3 +71,52 @@ def resolve_auto(view: View) -> tuple[tuple[str, str, str], ...]:
             value, why = "?", _WHO.get(key, "the trainer's own option")
         found.append((".".join(path), value, why))
     return tuple(found)
+
+
+_OPEN = "zplan chooses"
+_RING = "zplan's ring of whole blocks needs no such size"
+SETTLED: dict[tuple[str, ...], tuple[object, str]] = {
+    ("train_batch_size",): (None, _OPEN),
+    ("train_micro_batch_size_per_gpu",): (None, _OPEN),
+    ("gradient_accumulation_steps",): (None, _OPEN),
+    ("gradient_clipping",): (1.0, "1.0, as in every trainer"),
+    ("bf16", "enabled"): (None, "bf16"),
+    ("fp16", "enabled"): (False, "off: bf16 has its range"),
+    ("fp16", "auto_cast"): (False, "off"),
+    ("optimizer", "params", "lr"): (1e-4, "0.0001, zplan's starting point"),
+    ("optimizer", "params", "betas"): ([0.9, 0.999], "0.9 and 0.999"),
+    ("optimizer", "params", "eps"): (1e-8, "1e-08"),
+    ("optimizer", "params", "weight_decay"): (0.0, "0.0"),
+    ("zero_optimization", "reduce_bucket_size"): (None, "zplan's own, 33,554,432 elements"),
+    ("zero_optimization", "stage3_prefetch_bucket_size"): (None, _RING),
+    ("zero_optimization", "stage3_param_persistence_threshold"): (None, _RING),
+    ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"): (False, "false"),
+}
+"""What zplan takes for "auto" where trainers would fill it in: a value, or None for what is left open; and in words."""
+
+
+def settle_autos(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+    """A config without the "auto" that trainers fill in, and what became of each.
+
+    Returns
+    -------
+    tuple
+        The config with values, or without the keys that are left open; and path -> what it became, in words. "auto"
+        anywhere else stays, for the reader to refuse.
+    """
+    settled: dict[str, Any] = dict(config)
+    became: dict[tuple[str, ...], str] = {}
+    for path, (value, words) in SETTLED.items():
+        parents = [settled]
+        for name in path[:-1]:
+            inner = parents[-1].get(name)
+            parents.append(dict(inner) if isinstance(inner, Mapping) else {})
+        if parents[-1].get(path[-1]) != "auto":
+            continue
+        became[path] = words
+        del parents[-1][path[-1]]
+        if value is not None:
+            parents[-1][path[-1]] = value
+        for name, parent, child in reversed(list(zip(path[:-1], parents, parents[1:], strict=False))):
+            parent[name] = child
+    return settled, became
