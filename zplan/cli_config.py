@@ -1,4 +1,4 @@
-"""Commands about configs of other tools: `check`. Options in, text out."""
+"""Commands about configs of other tools: `check` reads them, `emit` writes them. Options in, text out."""
 
 from __future__ import annotations
 
@@ -56,3 +56,33 @@ def check(*, file: str, as_json: bool, **given: Any) -> int:
     report = check_document(_read(file), file, subject)
     click.echo(lint_json(report) if as_json else lint_text(report), nl=False)
     return 1 if report.count("error") else 0
+
+
+@click.command(
+    epilog="\b\nExamples:\n  zplan emit plan.json --format deepspeed\n"
+    "  zplan emit plan.json --format fsdp2 -o train_fsdp2.py",
+)
+@click.argument("plan", type=click.Path())
+@click.option(
+    "--format",
+    "form",
+    required=True,
+    metavar="TOOL",
+    help="zplan, deepspeed, accelerate, hf, fsdp2 or slurm.",
+)
+@click.option("-o", "--out", metavar="FILE", help="Where to write.  [default: standard output]")
+def emit(*, plan: str, form: str, out: str | None) -> int:
+    """Write a plan as the config or script of another tool, with every value explicit."""
+    from zplan.planner.emit import emit as emit_plan
+    from zplan.planner.plan_file import load_plan
+    from zplan.planner.writing import write_files
+
+    text, notes = emit_plan(load_plan(plan), form)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        write_files({out: text})
+        click.echo(f"wrote {out}")
+    return 0
