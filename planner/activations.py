@@ -11,8 +11,8 @@ Ids: `data.*` the batch; `act.<unit>.saved` what lives from a unit's forward to 
 parameter gradient); `act.<unit>.output` what a later unit uses; `act.<unit>.grad` the gradient that a unit hands on
 (`.partial`: unfinished at its last parameter gradient); `act.<unit>.forward`, `.backward`, `.reduce` the working lines,
 with the growing parameter gradients; `act.kernel.*` what kernels allocate for themselves within them; `grads.<unit>` a
-unit's whole parameter gradients, in compute dtype, until the next unit's have landed; `grads.tied` the head's gradient of
-a tied weight, which autograd keeps until the embedding's has come.
+unit's whole parameter gradients, in compute dtype, until the next unit's have landed; `grads.tied` the head's gradient
+of a tied weight, which autograd keeps until the embedding's has come.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
 
-from zplan.planner.aten import DEVICES, Aten
+from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision
 from zplan.planner.errors import ZplanError
-from zplan.planner.families import DecoderTape
+from zplan.planner.families import BLOCKS, DecoderTape
 from zplan.planner.ledger import Line
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
 
 BATCH_PHASES = ("idle", "step")
-"""First and last phase of a micro-step's inputs and labels. The loop makes them in `idle`, and drops those of the step before,
-and its loss, there."""
+"""First and last phase of a micro-step's inputs and labels. The loop makes them in `idle`, and drops those of the step
+before, and its loss, there."""
 
 SIMULATED_BLOCKS = 3
 
@@ -79,6 +79,11 @@ class UnitProfile:
     detail: tuple[tuple[str, int], ...]
 
 
+def counted(spec: ModelSpec) -> bool:
+    """Whether there is an op list for a model; without one it has no activation lines at all."""
+    return spec.arch is not None and spec.arch.family in BLOCKS
+
+
 def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -> tuple[Line, ...]:
     """All lines of kind `activations`. Their sum in each phase is exact for the device of `choice`.
 
@@ -87,10 +92,12 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
     ZplanError
         When the sequence is longer than the model's positions, or the heads are too narrow for fused attention.
     """
+    if not counted(spec):
+        return ()
     arch = _architecture(spec, choice)
     sim = _simulation(arch, choice)
     at = {name: i for i, name in enumerate(phases)}
-    scale = monomials(choice.micro_batch, choice.seq)
+    scale = _scale(arch, choice)
     found: dict[str, dict[int, list[tuple[int, int]]]] = {}
 
     def put(line_id: str, nbytes: int, first: str, last: str) -> None:
@@ -123,7 +130,7 @@ def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
     """Numbers of each unit; those of a block that is not the last, where there is one, under `block`."""
     arch = _architecture(spec, choice)
     sim = _simulation(arch, choice)
-    scale = monomials(choice.micro_batch, choice.seq)
+    scale = _scale(arch, choice)
     working = {p: max(_dot(v, scale) for v in levels) for p, levels in zip(sim.phases, sim.working, strict=True)}
     out = {}
     stands_for_all = "blocks.1" if arch.layers >= SIMULATED_BLOCKS else "blocks.0"
@@ -156,6 +163,13 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
             "use --attention eager",
         )
     return arch
+
+
+def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
+    b, t = choice.micro_batch, choice.seq
+    return monomials(
+        b, t, embedding_sort_bytes(b * t, arch.vocab, arch.hidden), embedding_sort_bytes(t, arch.max_seq, arch.hidden)
+    )
 
 
 def _simulation(arch: Architecture, choice: Choice) -> Simulation:
@@ -207,8 +221,13 @@ def _read(tape: Tape) -> Simulation:
             spans[s] = (first, last + 1)
     groups: dict[tuple[str, str, int, int], list[int]] = {}
     for s, (first, last) in spans.items():
-        key = (_line_id(tape, s, turn, last), _unit(tape.phases[s.born]), first, last)
-        groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
+        line_id, unit = _line_id(tape, s, turn, last), _unit(tape.phases[s.born])
+        parts = [(line_id, unit, first, last)]
+        if line_id == "grads.tied" and tape.phases[last] == "reduce.embed":
+            # Added up in place, the head's gradient of a tied weight becomes the embedding's.
+            parts = [(line_id, unit, first, last - 1), ("grads.embed", "embed", last, last)]
+        for key in parts:
+            groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
     return Simulation(
         tuple(tape.phases),
         tuple(Held(i, u, tuple(v), first, last) for (i, u, first, last), v in groups.items()),

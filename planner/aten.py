@@ -69,6 +69,33 @@ Grads = list[Value]
 Outs = list["Value | None"]
 
 
+SORT_ABOVE = 3072
+"""Tokens up to which the backward of an embedding needs no sorting on CUDA."""
+ROWS_PER_SEGMENT = 10
+
+
+def embedding_sort_bytes(tokens: int, rows: int, width: int) -> int:
+    """What `embedding_dense_backward` holds on CUDA beside its result (torch 2.11, EmbeddingBackwardKernel.cu).
+
+    Gradients of one row of the table lie together once the ids are sorted. They are summed in stretches of at most ten,
+    each of which has an fp32 row of partial sums, whatever the compute dtype. The temporary of the sort itself is gone
+    by then, and smaller for any table of some width.
+
+    Parameters
+    ----------
+    tokens
+        Ids looked up.
+    rows, width
+        Extents of the table. At most `rows` of the ids differ.
+    """
+    if tokens <= SORT_ABOVE:
+        return 0
+    segments = min(tokens, rows)
+    stretches = tokens // ROWS_PER_SEGMENT + segments
+    lists = 3 * tokens + 2 * segments + stretches + 2
+    return INT64 * lists + FP32 * width * stretches
+
+
 def _tile(head_dim: int) -> int:
     """Head width that flash attention's backward accumulates in."""
     return ceil_to(head_dim, 32 if head_dim <= 128 else 64)
@@ -411,14 +438,12 @@ class Aten:
     # Ends of the model
 
     def embedding(self, weight: Value, ids: Value) -> Value:
-        shape, itemsize, tokens = weight.shape, weight.itemsize, ids.numel
+        shape, itemsize, dims = weight.shape, weight.itemsize, len(ids.shape)
 
         def backward(g: Grads, s: Grads) -> Outs:
             if not self.table.kernels:
                 return [self.tape.new(shape, itemsize, "embedding.weight")]
-            # Many tokens are sorted first: six int64 lists of them, and an fp32 row of partial sums for each.
-            per_token = 6 * INT64 + FP32 * shape[1]
-            work = self.tape.sorted_tokens(tokens, per_token, "embedding.sort")
+            work = self.tape.sort_workspace(dims, "embedding.sort")
             out = self.tape.new(shape, itemsize, "embedding.weight")
             del work
             return [out]

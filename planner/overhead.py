@@ -64,18 +64,37 @@ ESTIMATED: tuple[Constant, ...] = (
     _ROUNDING,
 )
 
-_LARGE_WORKSPACE = ("9.", "10.")
+_LARGE_WORKSPACE = ("9.", "10.", "12.")
 """Compute capabilities for which torch takes 32 MiB for cuBLAS; elsewhere 8 MiB and a little."""
+
+CUBLAS = "overhead.cublas"
+"""The one overhead that lies inside torch's allocator: the forward and the backward thread have a workspace each."""
+
+
+def workspace_bytes(compute_capability: str) -> int:
+    """Bytes of one cuBLAS workspace (`ATen/cuda/CublasHandlePool.cpp`: 4096 KiB x 8, or 4096 KiB x 2 + 16 KiB x 8)."""
+    large = not compute_capability or compute_capability.startswith(_LARGE_WORKSPACE)
+    return 32 * MIB if large else 8 * MIB + 128 * 1024
+
+
+CUBLASLT = "overhead.cublaslt"
+"""1 MiB that torch takes once a linear with a bias has run (`ATen/cuda/CUDABlas.cpp`)."""
+
+
+def workspace_lines(compute_capability: str, phases: Sequence[str], *, biased: bool) -> tuple[Line, ...]:
+    """The workspaces alone, to lay beside what an allocator counts. `biased`: whether the model's linears have biases."""
+    span = (0, len(phases) - 1)
+    lines = (Line(CUBLAS, workspace_bytes(compute_capability), (span,) * 2, "overhead", source="derived"),)
+    return (*lines, Line(CUBLASLT, MIB, (span,), "overhead", source="derived")) if biased else lines
 
 
 def constants(hardware: Hardware) -> tuple[Constant, ...]:
     """The constants of a card, workspace included."""
     if hardware.gpu in MEASURED:
         return MEASURED[hardware.gpu]
-    capability = hardware.compute_capability
-    large = not capability or capability.startswith(_LARGE_WORKSPACE)
+    mib = -(-workspace_bytes(hardware.compute_capability or "") // MIB)
     note = f"cuBLAS workspace, torch's default; {_NOT_MEASURED}"
-    return (*ESTIMATED, Constant("overhead.cublas", 32 if large else 9, note, "estimate", count=2))
+    return (*ESTIMATED, Constant(CUBLAS, mib, note, "estimate", count=2))
 
 
 def overhead_lines(hardware: Hardware, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:

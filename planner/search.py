@@ -26,6 +26,8 @@ from zplan.planner.textbook import runtime_rate
 from zplan.planner.timeline import timeline
 
 STAGES = (0, 1, 2, 3)
+POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
+"""Families that cannot run a longer sequence than they have positions for."""
 DEFAULT_SEQ = 2048
 SEQ_STEP = 128
 MARGIN = 10
@@ -90,7 +92,7 @@ class Search:
                 "and windowed attention is not built yet",
                 f"use --seq {arch.window} or less",
             )
-        if arch.family == "gpt2" and asked > arch.max_seq:
+        if arch.family in POSITION_TABLES and asked > arch.max_seq:
             raise ZplanError(
                 f"`--seq {asked}` is beyond the position table of `{self.model.spec.name}`, {arch.max_seq} tokens",
                 f"use --seq {arch.max_seq} or less",

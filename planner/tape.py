@@ -30,11 +30,9 @@ PRIME_B, PRIME_T = 2**31 - 1, 2**61 - 1
 BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 """Exponents of (B, T) of every size that occurs."""
 TILE_32, TILE_128, SORT, SORT_T = range(len(BASIS), len(BASIS) + 4)
-"""Indices of more monomials: B times T rounded up to 32 or to 128, the tiles of attention kernels; B * T and T where
-they are more than `SORT_ABOVE`, else 0."""
+"""Indices of more monomials: B times T rounded up to 32 or to 128, the tiles of attention kernels; bytes that the
+backward of an embedding of B * T ids takes to sort them, and of one of T ids."""
 WIDTH = len(BASIS) + 4
-SORT_ABOVE = 3072
-"""Tokens up to which the backward of an embedding needs no sorting on CUDA."""
 
 PARAMETER_GRADIENT = "parameter gradient"
 
@@ -42,15 +40,14 @@ Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
 
 
-def monomials(b: int, t: int) -> tuple[int, ...]:
+def monomials(b: int, t: int, sort_bytes: int, sort_t_bytes: int) -> tuple[int, ...]:
     """Values of all monomials, those of the kernels' half included, at batch `b` and sequence `t`."""
-    tokens = b * t
     values = (
         *(b**i * t**j for i, j in BASIS),
         b * ceil_to(t, 32),
         b * ceil_to(t, 128),
-        tokens if tokens > SORT_ABOVE else 0,
-        t if t > SORT_ABOVE else 0,
+        sort_bytes,
+        sort_t_bytes,
     )
     return values + values
 
@@ -232,11 +229,10 @@ class Tape:
         at, coefficient = _split(nbytes)
         return self._value((nbytes,), 1, (1,), self._allocate(WIDTH + at, coefficient, label))
 
-    def sorted_tokens(self, tokens: int, nbytes: int, label: str) -> Value:
-        """`nbytes` of workspace per token, where there are enough to be sorted."""
-        at, rest = _split(tokens)
-        assert rest == 1, f"{tokens} is no product of batch and sequence"
-        return self._value((nbytes,), 1, (1,), self._allocate(WIDTH + (SORT_T if at == 1 else SORT), nbytes, label))
+    def sort_workspace(self, ids_dims: int, label: str) -> Value:
+        """What sorting the ids of an embedding takes, (B, T) or (T,) of them: no monomial, so a term of its own."""
+        at = {1: SORT_T, 2: SORT}[ids_dims]
+        return self._value((1,), 1, (1,), self._allocate(WIDTH + at, 1, label))
 
     def _value(self, shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...], storage: Storage) -> Value:
         return Value(self, storage, shape, strides, itemsize)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -42,10 +44,17 @@ class Collectives:
         self.instance = next(_instances)
         self.on_gloo = mesh.reduces is not None and dist.get_backend(mesh.reduces) == "gloo"
 
-    def all_gather(self, full: Tensor, own: Tensor, unit: str) -> None:
-        """Fill `full` (1D) with every rank's `own`, which is this rank's slice of it."""
+    def all_gather(self, pieces: Sequence[tuple[Tensor, Tensor]], unit: str) -> None:
+        """Fill each `full` (1D) with every rank's `own`, which is this rank's slice of it; all `(full, own)` as one group."""
         self._announce("all_gather", unit)
-        _all_gather(full, own, group=self.mesh.gathers)
+        group = nullcontext() if self.on_gloo or len(pieces) == 1 else self._one_launch()
+        with group:
+            for full, own in pieces:
+                _all_gather(full, own, group=self.mesh.gathers)
+
+    def _one_launch(self) -> AbstractContextManager[object]:
+        """NCCL runs the gathers of a group in one kernel; each alone would start and drain the links again."""
+        return dist.distributed_c10d._coalescing_manager(group=self.mesh.gathers)
 
     def reduce_scatter(self, own: Tensor, full: Tensor, unit: str) -> None:
         """Sum `full` over ranks and leave this rank's slice in `own`, which may be that slice of `full` itself."""
@@ -95,6 +104,10 @@ class Collectives:
                 f"ranks run different collectives at number {self.sequence}: {said}",
                 "every rank must run the same modules in the same order",
             )
+
+    def exchange(self, text: str) -> list[str]:
+        """What every rank says, in rank order, through the store. Every rank must call it at the same point."""
+        return self._exchange(text) if self.mesh.world_size > 1 and not _is_fake() else [text] * self.mesh.world_size
 
     def _exchange(self, text: str) -> list[str]:
         """What every rank says at this point, in rank order."""

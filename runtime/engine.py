@@ -6,7 +6,8 @@ The calls are those that people already write: `engine(batch)`, `engine.backward
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned
 
 _ENGINES: list[Engine] = []
+
+FIRST_UNITS = 2
+"""Units gathered before the next forward asks: the embedding, and the first block, whose gather the embedding is too short to hide."""
 _LISTENERS: list[Callable[[str], None]] = []
 
 
@@ -59,27 +63,36 @@ class Engine(nn.Module):
         init: Initializer | None,
         seed: int,
         checked: bool,
+        units: Sequence[str] | None = None,
+        resident: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.module = model
         self.training_config, self.mesh = training, mesh
         self.choice = choice_of(training, mesh)
-        found = find_units(model)
-        if not found:
-            raise ZplanError("the model has no parameters", "pass the nn.Module that is to be trained")
+        found = find_units(model, units=units, resident=resident)
+        if not any(f.params for f in found):
+            raise ZplanError(
+                "the model has no parameters to train", "pass an nn.Module with some that require gradients"
+            )
         read_elsewhere = frozenset(name for f in found for name in f.reads)
-        placements = place_units([f.unit for f in found if f.params], self.choice, tied=read_elsewhere)
+        segments = [unit for f in found for unit, _ in f.segments()]
+        placements = place_units(segments, self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
-        self.units = materialize(found, list(placements), self.choice, self.arena, rank=mesh.rank, init=init, seed=seed)
+        self.units = materialize(
+            model, found, list(placements), self.choice, self.arena, rank=mesh.rank, init=init, seed=seed
+        )
+        self.trained = [u for u in self.units if not u.placement.frozen]
         move_buffers(model, mesh.device)
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
         self.streams = Streams(mesh.device)
         self.collectives = Collectives(mesh, checked=checked)
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
-        self.reducer = Reducer(self.units, self.choice, self.arena, self.collectives, self.streams)
-        self.optimizer = ShardedAdamW(self.units, self.choice, training, self.arena)
-        self.hooks = Hooks(found, self.units, self.gatherer, self.reducer)
+        self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
+        self.optimizer = ShardedAdamW(self.trained, self.choice, training, self.arena)
+        self.reducer.landed = self.optimizer.landed
+        self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = _LISTENERS[-1] if _LISTENERS else None
         self.global_steps = 0
         self.global_samples = 0
@@ -122,41 +135,100 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Outside `no_grad` this is a training forward and fixes or follows the schedule."""
         self._alive()
-        self.hooks.start_forward()
-        out = self.module(*args, **kwargs)
-        self.hooks.end_forward(training=torch.is_grad_enabled())
-        return out
+        return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> Tensor:
-        """Backward of one micro-step. Averaging over ranks and micro-steps happens in the step; `loss` is returned as it is."""
+    def backward(self, loss: Tensor, *, num_tokens: int | None = None) -> Tensor:
+        """Backward of one micro-step. Averaging over ranks and micro-steps happens in the step; `loss` is returned as it is.
+
+        A micro-step is whatever runs between forwards: several calls after one forward add up. To add up over several
+        forwards, put all but the last backward in `no_sync()`.
+
+        Parameters
+        ----------
+        loss
+            Mean loss of the micro-batch.
+        num_tokens
+            What that mean was taken over, on this rank. The step then divides by the tokens of all ranks and micro-steps, so
+            that each token weighs the same. Every backward of a step must say it, or none. With 0 there is no backward, and
+            the rank contributes zeros.
+        """
         self._alive()
-        if self.is_gradient_accumulation_boundary():
+        if self.is_gradient_accumulation_boundary() and self.reducer.fresh:
             raise ZplanError(
                 f"`backward` was called {self.reducer.micro_step + 1} times for gradient_accumulation_steps "
                 f"{self.choice.accumulation}",
-                "call `engine.step()` after each backward; it acts at the boundary only",
+                "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls of a "
+                "micro-step but the last in `with engine.no_sync():`",
             )
+        self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
         self.hooks.phase("backward.loss")
-        loss.backward()
+        if num_tokens == 0:
+            self.hooks.empty_backward()
+            return loss
+        self.hooks.look_for_uses(loss)
+        (loss if num_tokens is None else loss * num_tokens).backward()
         return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward calls inside do not end their micro-step: their gradients are added to those of the next one outside.
+
+        They are summed and not averaged, as in DDP. Nothing is sent at stages 0 and 1 with accumulation; elsewhere each adds to
+        the shard.
+        """
+        self.reducer.held = True
+        try:
+            yield
+        finally:
+            self.reducer.held = False
 
     def step(self) -> None:
         """Apply the optimizer at the accumulation boundary; elsewhere do nothing."""
         self._alive()
+        if self.reducer.held:
+            raise ZplanError("`step` inside `no_sync`", "call it after the last backward of the micro-step, outside")
         if not self.is_gradient_accumulation_boundary():
             return
         self.hooks.phase("step")
-        self.optimizer.step(self.collectives)
+        self.optimizer.measure(self.collectives)
+        # What the next forward needs first is updated first, and gathered while the rest is updated.
+        first, rest = self.hooks.split_schedule(FIRST_UNITS)
+        for units in (first, rest):
+            self.optimizer.update(units)
+            self.gatherer.invalidate(units)
+            for unit in first if units is first else ():
+                self.gatherer.prefetch(unit)
+        self.optimizer.finish()
         self.reducer.drop()
-        self.gatherer.invalidate()
         self.global_steps += 1
         self.global_samples += self.choice.global_batch
         self._check_replicas()
         self.hooks.phase("idle")
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip this step's gradients to a global L2 norm, instead of what the config says, and return the norm before that.
+
+        Returns
+        -------
+        Tensor
+            0-dim fp32, on the device: `grad_norm`.
+        """
+        self._alive()
+        if norm_type != 2.0:
+            raise ZplanError(f"`clip_grad_norm_` with norm_type {norm_type}", "only the L2 norm (2.0) is built")
+        if not self.is_gradient_accumulation_boundary():
+            raise ZplanError(
+                f"`clip_grad_norm_` after {self.reducer.micro_step} of {self.choice.accumulation} micro-steps",
+                "call it right before the step that is applied (`engine.is_gradient_accumulation_boundary()`)",
+            )
+        self.optimizer.measure(self.collectives, clip=max_norm)
+        return self.grad_norm
+
     def reset_step(self) -> None:
         """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it."""
         self.hooks.reset_backward()
+        self.optimizer.finish()
         self.reducer.abandon()
         for unit in self.units:
             self.gatherer.release(unit, spent=False)
@@ -165,8 +237,9 @@ class Engine(nn.Module):
         """Checked mode: what every rank must hold alike is alike."""
         if not self.collectives.checked:
             return
+        self.hooks.phase("check")
         # The last scalar is scratch, the norms before reduction differ by rank.
-        self.collectives.same_everywhere(checksum(self.optimizer.scalars[:-1]), "the optimizer's step, norm or scale")
+        self.collectives.same_everywhere(checksum(self.optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale")
         if self.choice.stage == 0:
             for u in self.units:
                 self.collectives.same_everywhere(checksum(u.buffer), f"unit `{u.name}`")
@@ -323,6 +396,8 @@ def initialize(
     seed: int = 0,
     world: int | None = None,
     checked: bool | None = None,
+    units: Sequence[str] | None = None,
+    resident: Sequence[str] = (),
 ) -> tuple[Engine, ShardedAdamW, Any, None]:
     """Turn a module into an engine that trains it under a plan or config.
 
@@ -343,6 +418,11 @@ def initialize(
         Be rank 0 of this many in one process; collectives move nothing.
     checked
         Checked mode; by default what `ZPLAN_CHECK` says.
+    units
+        Patterns of module names (`model.layers.*`) that are gathered as one unit each, instead of those found by default;
+        `zplan trace --units` prints them.
+    resident
+        Patterns of unit names that stage 3 keeps whole, since they are read outside their own forward or in a changing order.
 
     Returns
     -------
@@ -357,10 +437,21 @@ def initialize(
     if checked is None:
         checked = os.environ.get("ZPLAN_CHECK", "0") not in ("", "0")
     mesh = join(pretend_world=world)
+    _say_if_reserved_may_grow(mesh)
     training = _training_config(config, model, mesh)
-    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked)
+    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
     loader = None if training_data is None else _loader(training_data, engine, seed)
     return engine, engine.optimizer, loader, None
+
+
+def _say_if_reserved_may_grow(mesh: Mesh) -> None:
+    """Expandable segments keep what the allocator reserves next to what is allocated; they must be set before CUDA starts."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if mesh.device.type == "cuda" and mesh.rank == 0 and "expandable_segments:True" not in settings:
+        sys.stderr.write(
+            "zplan: expandable segments are off, so the allocator may reserve a fifth more than the ledger says; "
+            "set PYTORCH_ALLOC_CONF=expandable_segments:True (`zplan run` does)\n"
+        )
 
 
 def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingConfig:

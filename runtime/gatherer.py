@@ -9,6 +9,8 @@ the version counters of parameters do not move.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from zplan.planner.config import Choice
@@ -26,7 +28,6 @@ class Gatherer:
         self.sharded = shards_states(choice)
         self.ready: torch.cuda.Event | None = None
         """Last write to masters and own slices; gathers wait for it."""
-        self.num_gathers = 0
 
     def need(self, unit: FlatUnit) -> None:
         """Make a unit's values readable on the current stream."""
@@ -49,16 +50,9 @@ class Gatherer:
             if slot is not None:
                 self.streams.wait(slot.free)
                 slot.holder = unit
-            for piece in unit.layout.pieces:
-                own = unit.own(unit.buffer, piece)
-                if slot is not None:
-                    assert unit.master is not None, f"ringed unit {unit.name} has no master"
-                    own.copy_(unit.shard_of(unit.master, piece))
-                full = unit.buffer[piece.offset : piece.offset + piece.numel]
-                self.collectives.all_gather(full, own, unit.name)
+            self.collectives.all_gather(unit.fill_own(unit.buffer), unit.name)
             unit.whole = slot is None
             unit.gathered = self.streams.mark()
-        self.num_gathers += 1
 
     def can_prefetch(self, unit: FlatUnit) -> bool:
         """Whether a gather now would not overwrite a slot that is in use."""
@@ -80,13 +74,13 @@ class Gatherer:
             unit.slot.holder = None
         unit.slot.free = self.streams.mark()
 
-    def invalidate(self) -> None:
-        """After the optimizer step: other ranks' slices are old everywhere, so nothing is shown until gathered."""
+    def invalidate(self, units: Sequence[FlatUnit]) -> None:
+        """After units' optimizer step: other ranks' slices are old everywhere, so nothing is shown until gathered."""
         if not self.sharded:
             return
-        for unit in self.units:
+        for unit in units:
             unit.whole = False
             unit.hide()
-            if unit.slot is not None:
+            if unit.slot is not None and unit.slot.holder is unit:
                 unit.slot.holder = None
         self.ready = self.streams.mark()

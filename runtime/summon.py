@@ -72,12 +72,8 @@ class Summoned:
     def _copy_out(self, u: FlatUnit) -> Tensor:
         """Gather a ringed unit beside the ring."""
         engine = self.engine
-        assert u.master is not None and u.slot is not None
-        full = torch.empty_like(u.slot.buffer)
-        for piece in u.layout.pieces:
-            own = u.own(full, piece)
-            own.copy_(u.shard_of(u.master, piece))
-            engine.collectives.all_gather(full[piece.offset : piece.offset + piece.numel], own, u.name)
+        full = torch.empty_like(u.buffer)
+        engine.collectives.all_gather(u.fill_own(full), u.name)
         for p, entry, shape in zip(u.params, u.layout.entries, u.shapes, strict=True):
             p.data = full[entry.offset : entry.end].view(shape)
         return full

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from zplan.planner.errors import ZplanError
-from zplan.planner.ledger import Ledger
+from zplan.planner.ledger import Ledger, Line
+from zplan.planner.overhead import workspace_lines
 from zplan.planner.plan_file import Plan, load_plan
 from zplan.planner.predict import predict
+from zplan.planner.timeline import timeline
 from zplan.runtime.board import Board
 from zplan.runtime.data import Batches
 from zplan.runtime.decoder import Decoder, init_parameter
@@ -110,8 +112,16 @@ def say(text: str) -> None:
 
 
 def ledger_of(plan: Plan, engine: Engine) -> Ledger:
-    """What the plan's model must hold under this engine's choice, on this engine's device; without overheads."""
-    return predict(plan.spec, engine.choice)
+    """What the plan's model must hold under this engine's choice, on this engine's device.
+
+    Of the overheads only those that torch's allocator counts are in it.
+    """
+    lines: tuple[Line, ...] = ()
+    if engine.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(engine.device)
+        biased = plan.spec.arch is not None and plan.spec.arch.family == "gpt2"
+        lines = workspace_lines(f"{major}.{minor}", timeline(plan.spec.units).phases, biased=biased)
+    return predict(plan.spec, engine.choice, overheads=lines)
 
 
 class Run:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zplan.cuda_ops import compiler
+from zplan.cuda_ops.copy import GradCopy
 from zplan.planner.layout import Piece
 from zplan.planner.placement import Placement
 from zplan.runtime.arena import Arena
@@ -38,6 +40,7 @@ class FlatUnit:
         self.slot: Slot | None = None
         self.flat: Tensor | None = None  # 1D, compute dtype, padded_numel; resident units only
         self.master: Tensor | None = None  # 1D fp32, owned_numel; see [Note: masters] in planner/placement.py
+        self.shard: Tensor | None = None  # 1D, compute dtype, owned_numel; ringed frozen units only
         self.exp_avg: Tensor | None = None  # 1D fp32, owned_numel
         self.exp_avg_sq: Tensor | None = None  # 1D fp32, owned_numel
         self.grad: Tensor | None = None  # 1D fp32, the shard or everything, while it lives
@@ -49,6 +52,11 @@ class FlatUnit:
         self.open = False
         self.summoned = False
         """Shown whole by `summon`, which alone ends that."""
+        self.copier: GradCopy | None = None
+        self.filled = False
+        """`grad` holds gradients of this step, to be added to."""
+        self.summed = False
+        """They have been summed over ranks (whole gradients only)."""
         self.landed: set[int] = set()
         """Indices of parameters whose gradient of this backward is there."""
 
@@ -75,6 +83,21 @@ class FlatUnit:
     def shard_of(self, owned: Tensor, piece: Piece) -> Tensor:
         """The part of a shard-length flat tensor that belongs to one piece."""
         return owned[piece.shard_offset : piece.shard_offset + piece.numel // self.layout.world_size]
+
+    def fill_own(self, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Write this rank's slices into a full-length compute-dtype buffer; `(piece, own slice)` pairs to gather.
+
+        A resident unit's slices were written by the step.
+        """
+        pairs = []
+        for piece in self.layout.pieces:
+            own = self.own(full, piece)
+            if full is not self.flat:
+                source = self.master if self.shard is None else self.shard
+                assert source is not None, f"ringed unit {self.name} has no master"
+                own.copy_(self.shard_of(source, piece))
+            pairs.append((full[piece.offset : piece.offset + piece.numel], own))
+        return pairs
 
     def make_views(self, dtype: torch.dtype, arena: Arena, *, closes: bool) -> None:
         """Build each parameter's view once, and its placeholder where the unit is ever closed."""
@@ -106,9 +129,16 @@ class FlatUnit:
     def copy_grads(self, grads: list[Tensor | None], target: Tensor, start: int, end: int, *, add: bool) -> None:
         """Write gradients into `target` (fp32, 1D), which stands for elements `[start, end)` of the flat buffer.
 
+        One kernel launch on CUDA, else an op per parameter.
+
         Missing gradients count as zero. Without `add`, stretches that no parameter fills are zeroed, so that a reused
         buffer leaves nothing behind in the padding.
         """
+        if compiler.usable(target.device):
+            if self.copier is None:
+                self.copier = GradCopy([(e.offset, e.end) for e in self.layout.entries])
+            self.copier(grads, target, start, add=add)
+            return
         if not add:
             for gap_start, gap_end in self.layout.gaps():
                 lo, hi = max(gap_start, start), min(gap_end, end)

@@ -22,11 +22,15 @@ import torch
 from torch import Tensor
 
 from zplan.planner.ledger import Ledger, Line
+from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 
 ACTIVATIONS = "act"
 """Name under which the walk puts what no owner holds."""
+
+WORKSPACES = (CUBLAS, CUBLASLT)
+"""The only overheads that lie inside torch's allocator."""
 
 BACKWARD = "backward"
 """Birth of everything that backward made."""
@@ -81,7 +85,9 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             if tensor is not None:
                 yield f"optim.{attribute}.{name}", tensor
         if u.flat is not None:
-            yield f"params.flat.{name}", u.flat
+            yield f"params.{'frozen.whole' if u.placement.frozen else 'flat'}.{name}", u.flat
+        if u.shard is not None:
+            yield f"params.frozen.shard.{name}", u.shard
         if u.slot is not None and id(u.slot) not in seen_slots:
             seen_slots.add(id(u.slot))
             yield f"params.ring.{name}", u.slot.buffer
@@ -92,7 +98,9 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield "params.placeholder", nan
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
-    yield "optim.scalars", engine.optimizer.scalars
+    yield "optim.scalars", engine.optimizer.scalars.buffer
+    if engine.optimizer.table is not None:
+        yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms
     if engine.reducer.slot is not None:
         yield "grads.slot", engine.reducer.slot
@@ -223,7 +231,7 @@ def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tup
     """What must be alive between phase `at` and the next, keyed as `Meter._snapshot` keys it."""
     out: Counter[tuple[str, str]] = Counter()
     for line in ledger.lines:
-        if line.tier != "device" or line.kind == "overhead":
+        if line.tier != "device" or (line.kind == "overhead" and line.id not in WORKSPACES):
             continue
         for span in line.spans:
             if _crosses(line, span, at, turn):
@@ -240,6 +248,8 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
 
 
 def _key(ledger: Ledger, line: Line, first: int, turn: int, *, by_birth: bool) -> tuple[str, str]:
+    if line.id in WORKSPACES:
+        return ACTIVATIONS, ""
     if line.kind != "activations" or (line.id.startswith("grads.") and line.id != "grads.tied"):
         return line.id, ""
     if not by_birth:
@@ -253,15 +263,18 @@ def _name(ledger: Ledger, key: tuple[str, str], at: int, turn: int) -> str:
     """What a row is called: the line's id, or the ids of all activation lines that share a birth."""
     if key[0] != ACTIVATIONS:
         return key[0]
+    if not key[1]:
+        return "activations and workspaces"
     ids = dict.fromkeys(
         line.id
         for line in ledger.lines
         for span in line.spans
         if _crosses(line, span, at, turn)
-        and key in ((ACTIVATIONS, ""), _key(ledger, line, span[0], turn, by_birth=True))
         and line.kind == "activations"
+        and key == _key(ledger, line, span[0], turn, by_birth=True)
     )
-    return " + ".join(ids) or f"born in {key[1]}"
+    shown = list(ids)[:3] + ([f"{len(ids) - 3} more"] if len(ids) > 3 else [])
+    return " + ".join(shown) or f"born in {key[1]}"
 
 
 def _requested(which: str) -> int:

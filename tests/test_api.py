@@ -8,7 +8,8 @@ import pytest
 import zplan
 from zplan.planner.api import DoesNotFit, Estimate
 from zplan.planner.errors import ZplanError
-from zplan.planner.plan_file import Plan, parse_plan
+from zplan.planner.plan_file import Plan
+from zplan.planner.plan_reading import parse_plan
 from zplan.planner.units import GIB
 
 HEADLINE = {"params": "7e9", "gpus": 8, "mem": 24}

@@ -9,7 +9,8 @@ import pytest
 import zplan
 from zplan.planner import writing
 from zplan.planner.errors import ZplanError
-from zplan.planner.plan_file import Plan, load_config, load_plan, parse_plan, save_plan
+from zplan.planner.plan_file import Plan, load_config, load_plan, save_plan
+from zplan.planner.plan_reading import parse_plan
 from zplan.planner.writing import render, write_files
 
 ASKED = {"model": "smollm2-135m", "gpus": 2, "mem": 8, "seq": 256, "global_batch": 8}

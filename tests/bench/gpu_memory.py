@@ -10,7 +10,9 @@ import sys
 import torch
 from shapes import SHAPES, spec
 
+from zplan.planner.overhead import workspace_lines
 from zplan.planner.predict import predict
+from zplan.planner.timeline import timeline
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.engine import initialize
 from zplan.runtime.mesh import own_device
@@ -46,7 +48,9 @@ def main() -> None:
                 engine.backward(loss)
                 engine.step()
                 del ids, labels, loss
-        ledger = predict(spec(name), engine.choice)
+        time = timeline(spec(name).units)
+        lines = workspace_lines("{}.{}".format(*torch.cuda.get_device_capability()), time.phases, biased="gpt2" in name)
+        ledger = predict(spec(name), engine.choice, overheads=lines)
         c = meter.compare(ledger)
     if engine.rank == 0:
         stats = torch.cuda.memory_stats()
