@@ -25,8 +25,8 @@ from operator import mul
 from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision
 from zplan.planner.errors import ZplanError
-from zplan.planner.families import BLOCKS, DecoderTape
-from zplan.planner.ledger import Line
+from zplan.planner.families import DecoderTape, StepTape
+from zplan.planner.ledger import Line, Source
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
 
@@ -81,7 +81,18 @@ class UnitProfile:
 
 def counted(spec: ModelSpec) -> bool:
     """Whether there is an op list for a model; without one it has no activation lines at all."""
-    return spec.arch is not None and spec.arch.family in BLOCKS
+    arch = spec.arch
+    if arch is None or arch.runnable:
+        return arch is not None
+    from zplan.planner.hfblocks import STYLES
+
+    return arch.family in STYLES and not arch.dense_layers
+
+
+def _class_tape() -> type[StepTape]:
+    from zplan.planner.hftape import ClassTape
+
+    return ClassTape
 
 
 def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -> tuple[Line, ...]:
@@ -123,7 +134,7 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             real = _real(phase, unit, i, arch.layers)
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
-    return tuple(_lines(found))
+    return tuple(_lines(found, "derived" if arch.runnable else "estimate"))
 
 
 def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
@@ -146,7 +157,7 @@ def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
 def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
-    if arch.family == "gpt2" and choice.seq > arch.max_seq:
+    if arch.family in ("gpt2", "opt") and choice.seq > arch.max_seq:
         raise ZplanError(
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
@@ -156,6 +167,8 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
             f"heads of width {arch.head_dim} have no rotary halves that attention kernels take",
             "use an even head_dim of at least 4",
         )
+    if not arch.runnable:
+        _check_class(arch, choice)
     multiple = {"bf16": 8, "fp32": 4}[choice.precision]
     if choice.device == "cuda" and choice.attention == "sdpa" and (arch.head_dim % multiple or arch.head_dim > 256):
         raise ZplanError(
@@ -165,10 +178,26 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
     return arch
 
 
+def _check_class(arch: Architecture, choice: Choice) -> None:
+    """Refuse what the op lists of Hugging Face classes leave out."""
+    if choice.attention != "sdpa":
+        raise ZplanError(
+            f"`--attention {choice.attention}` of model_type `{arch.family}` is not counted yet", "use --attention sdpa"
+        )
+    if choice.device == "cuda" and choice.precision == "fp32" and arch.kv_heads < arch.heads:
+        raise ZplanError(
+            f"{arch.heads} heads on {arch.kv_heads} key-value heads in fp32 have no fused attention in torch, "
+            f"so the activations of model_type `{arch.family}` are not counted",
+            "use --precision bf16",
+        )
+
+
 def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     b, t = choice.micro_batch, choice.seq
+    # GPT-2 looks up T positions for all sequences, OPT one for each token, in a table with two more rows.
+    positions, rows = (b * t, arch.max_seq + 2) if arch.family == "opt" else (t, arch.max_seq)
     return monomials(
-        b, t, embedding_sort_bytes(b * t, arch.vocab, arch.hidden), embedding_sort_bytes(t, arch.max_seq, arch.hidden)
+        b, t, embedding_sort_bytes(b * t, arch.vocab, arch.hidden), embedding_sort_bytes(positions, rows, arch.hidden)
     )
 
 
@@ -197,7 +226,8 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
 ) -> Simulation:
     table = DEVICES[device]
     tape = Tape(in_place_accumulation=table.in_place_accumulation)
-    run = DecoderTape(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
+    make = DecoderTape if arch.runnable else _class_tape()
+    run = make(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
     run.step(batch, seq, checkpointing, attention)
     return _read(tape)
 
@@ -319,10 +349,10 @@ def _dot(level: Level, scale: tuple[int, ...]) -> int:
     return sum(map(mul, level, scale))
 
 
-def _lines(found: dict[str, dict[int, list[tuple[int, int]]]]) -> Iterable[Line]:
+def _lines(found: dict[str, dict[int, list[tuple[int, int]]]], source: Source) -> Iterable[Line]:
     """One line per id; instances of another size than most get a line of their own."""
     for line_id, sizes in found.items():
         ordered = sorted(sizes.items(), key=lambda item: -len(item[1]))
         for n, (nbytes, spans) in enumerate(ordered):
             name = line_id if not n else f"{line_id}.other{n}"
-            yield Line(name, nbytes, tuple(sorted(spans)), "activations", source="derived")
+            yield Line(name, nbytes, tuple(sorted(spans)), "activations", source=source)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from zplan.planner import dskeys
+from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
 from zplan.planner.config import Attention, Checkpointing, Choice, Precision
 from zplan.planner.errors import ZplanError, did_you_mean
@@ -88,12 +89,14 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     """
     where = f"`{source}`"
     found: dict[str, Any] = {}
+    mapping, became = settle_autos(mapping)
     known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT)
     for key, meant in dskeys.MEANT.items():
         if key in mapping:
             raise ZplanError(f"unknown key `{key}` in {where}", f"did you mean `{meant}`?")
     check_keys(mapping, known, where)
-    notes = _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
+    notes = tuple(f'`{".".join(path)}` of {where} is "auto": {words}' for path, words in became.items())
+    notes += _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
     names = {KEYS.train: "train_batch_size", KEYS.micro: "micro_batch", KEYS.accumulation: "accumulation"}
     for key, field in names.items():
         if mapping.get(key) is not None:
@@ -105,9 +108,17 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     for key, read in (("bf16", _bf16), ("zero_optimization", _zero), ("optimizer", _optimizer), ("zplan", _extras)):
         if mapping.get(key) is not None:
             notes += read(want_object(key, where, mapping[key]), f"`{key}` of {where}", found)
-    if "precision" not in found and isinstance(mapping.get("fp16"), Mapping):
-        found["precision"] = "fp32"  # A config that turns fp16 off and names nothing else asks for fp32.
+    _settle_precision(mapping, found, auto=any(path[-1] == "enabled" for path in became))
     return found, notes
+
+
+def _settle_precision(mapping: Mapping[str, Any], found: dict[str, Any], *, auto: bool) -> None:
+    """What the two precision blocks say together."""
+    if auto:
+        if found.get("precision") != "bf16":
+            found.pop("precision", None)  # The trainer decides between fp16, bf16 and fp32; here the planner.
+    elif "precision" not in found and isinstance(mapping.get("fp16"), Mapping):
+        found["precision"] = "fp32"  # A config that turns fp16 off and names nothing else asks for fp32.
 
 
 def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "config") -> TrainingConfig:
@@ -117,6 +128,14 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
     """
     found, notes = read_settings(mapping, source=source)
     given = frozenset(found)
+    auto = [key for key in (KEYS.train, KEYS.micro) if mapping.get(key) == "auto"]
+    if auto and not given & {"train_batch_size", "micro_batch"}:
+        raise ZplanError(
+            f'`{auto[0]}` of `{source}` is "auto", and nothing else says the batch',
+            "write a number, or let `zplan plan --config` choose",
+        )
+    if any(dict(mapping.get(block) or {}).get("enabled") == "auto" for block in ("bf16", "fp16")):
+        found.setdefault("precision", "bf16")
     batch = solve_batch(
         train=found.pop("train_batch_size", None),
         micro=found.pop("micro_batch", None),
@@ -158,7 +177,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         KEYS.train: batch.train,
         KEYS.micro: batch.micro,
         KEYS.accumulation: batch.accumulation,
-        "bf16": {"enabled": bf16, "check_grad_overflow": False},
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
         "fp16": {"enabled": False},
         "optimizer": {"type": "AdamW", "params": params},
         "gradient_clipping": config.clip,
@@ -213,11 +232,16 @@ def _bf16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
     check_keys(block, ("enabled", *dskeys.BF16_NEUTRAL), where)
     enabled = want_bool("enabled", where, block.get("enabled", False))
     found["precision"] = "bf16" if enabled else "fp32"
-    return _screen(block, dskeys.BF16_NEUTRAL, {}, where)
+    notes = _screen(block, dskeys.BF16_NEUTRAL, {}, where)
+    if block.get("check_grad_overflow") is False:
+        notes += (
+            f"`check_grad_overflow` of {where} changes nothing: a step whose gradient norm is not finite is skipped",
+        )
+    return notes
 
 
 def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
-    check_keys(block, (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_INERT), where)
+    check_keys(block, (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_MAPPED, *dskeys.ZERO_INERT), where)
     if "stage" in block:
         stage = want_int("stage", where, block["stage"], least=0)
         if stage > 3:
@@ -225,7 +249,11 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
         found["stage"] = stage
     if "reduce_bucket_size" in block:
         found["piece_numel"] = want_int("reduce_bucket_size", where, block["reduce_bucket_size"])
-    return _screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where)
+    notes = []
+    for key, (value, why) in dskeys.ZERO_MAPPED.items():
+        if block.get(key) is not None and want_bool(key, where, block[key]) is not value:
+            notes.append(f"`{key}` of {where} is taken as {str(value).lower()}: {why}")
+    return (*notes, *_screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where))
 
 
 def _optimizer_type(kind: str, where: str) -> None:

@@ -103,15 +103,36 @@ def _biases(keys: Keys, name: str = "attention_bias", *, default: bool = False) 
     return {"qkv_bias": bias, "o_bias": bias}
 
 
+def _rotary(keys: Keys, hidden: int, default: float, name: str = "partial_rotary_factor") -> int:
+    """Width of the rotated front of each head."""
+    block = keys.inner("rope_parameters" if "rope_parameters" in keys.config else "rope_scaling")
+    share = block.number("partial_rotary_factor", keys.number(name, default))
+    head_dim = keys.integer("head_dim", hidden // keys.integer("num_attention_heads", None))
+    return int(head_dim * share)
+
+
 def _stablelm(keys: Keys, hidden: int) -> Traits:
     keys.refuse("qk_layernorm", keys.flag("qk_layernorm", default=False), (False,))
     serial = not keys.flag("use_parallel_residual", default=False)
-    return {"qkv_bias": keys.flag("use_qkv_bias", default=False), "serial": serial}
+    rotary = _rotary(_with(keys, num_attention_heads=32), hidden, 0.25)
+    return {"qkv_bias": keys.flag("use_qkv_bias", default=False), "serial": serial, "rotary": rotary}
 
 
 def _phi(keys: Keys, hidden: int) -> Traits:
     keys.refuse("qk_layernorm", keys.flag("qk_layernorm", default=False), (False,))
-    return {"qkv_bias": True, "o_bias": True}
+    return {"qkv_bias": True, "o_bias": True, "rotary": _rotary(_with(keys, num_attention_heads=32), hidden, 0.5)}
+
+
+def _phi3(keys: Keys, hidden: int) -> Traits:
+    return {"rotary": _rotary(_with(keys, num_attention_heads=32), hidden, 1.0)}
+
+
+def _neox(keys: Keys, hidden: int) -> Traits:
+    return {
+        "bias": keys.flag("attention_bias", default=True),
+        "parallel": keys.flag("use_parallel_residual", default=True),
+        "rotary": _rotary(_with(keys, num_attention_heads=64), hidden, 0.25, "rotary_pct"),
+    }
 
 
 def _opt(keys: Keys, hidden: int) -> Traits:
@@ -165,7 +186,11 @@ _EXPERTS = {"num_experts": 128, "n_routed_experts": 256, "num_local_experts": 8}
 
 
 def _qwen3_moe(keys: Keys, hidden: int) -> Traits:
-    return _sparse("num_experts")(keys, hidden) | {"expert_ffn": keys.integer("moe_intermediate_size", 768)}
+    return _sparse("num_experts")(keys, hidden) | {
+        "expert_ffn": keys.integer("moe_intermediate_size", 768),
+        "scores_summed": keys.flag("norm_topk_prob", default=False),
+        "scores_cast": True,
+    }
 
 
 def _qwen3_moe_dense(keys: Keys, layers: int) -> tuple[int, ...]:
@@ -175,7 +200,7 @@ def _qwen3_moe_dense(keys: Keys, layers: int) -> tuple[int, ...]:
 
 def _mixtral(keys: Keys, hidden: int) -> Traits:
     traits = _sparse("num_local_experts")(_with(keys, num_experts_per_tok=2), hidden)
-    return traits | {"expert_ffn": keys.integer("intermediate_size", 14336)}
+    return traits | {"expert_ffn": keys.integer("intermediate_size", 14336), "scores_summed": True}
 
 
 def _gpt_oss(keys: Keys, hidden: int) -> Traits:
@@ -365,10 +390,7 @@ SHAPES: dict[str, Shape] = {
         ("GPTNeoXForCausalLM",),
         (44, 6144, 64, 0, 0, 24576, 50432, 2048),
         tied=False,
-        traits=lambda keys, hidden: {
-            "bias": keys.flag("attention_bias", default=True),
-            "parallel": keys.flag("use_parallel_residual", default=True),
-        },
+        traits=_neox,
     ),
     "gpt_oss": Shape(("GptOssForCausalLM",), (36, 2880, 64, 8, 64, 2880, 201088, 131072), tied=False, traits=_gpt_oss),
     "gptj": Shape(("GPTJForCausalLM",), (28, 4096, 16, 0, 0, 0, 50400, 2048), tied=False, names=GPT_NAMES),
@@ -389,7 +411,7 @@ SHAPES: dict[str, Shape] = {
         ("OPTForCausalLM",), (12, 768, 12, 0, 0, 3072, 50272, 2048), tied=True, traits=_opt, names={"ffn": "ffn_dim"}
     ),
     "phi": Shape(("PhiForCausalLM",), (24, 2048, 32, 0, 0, 8192, 51200, 2048), tied=False, traits=_phi),
-    "phi3": Shape(("Phi3ForCausalLM",), (32, 3072, 32, 0, 0, 8192, 32064, 4096), tied=False),
+    "phi3": Shape(("Phi3ForCausalLM",), (32, 3072, 32, 0, 0, 8192, 32064, 4096), tied=False, traits=_phi3),
     "qwen2": Shape(
         ("Qwen2ForCausalLM",),
         (32, 4096, 32, 32, 0, 22016, 151936, 32768),

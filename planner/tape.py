@@ -29,9 +29,9 @@ from zplan.planner.strides import dense_like, is_dense, row_major
 PRIME_B, PRIME_T = 2**31 - 1, 2**61 - 1
 BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 """Exponents of (B, T) of every size that occurs."""
-TILE_32, TILE_128, SORT, SORT_T = range(len(BASIS), len(BASIS) + 4)
+TILE_32, TILE_128, SORT, SORT_POSITIONS = range(len(BASIS), len(BASIS) + 4)
 """Indices of more monomials: B times T rounded up to 32 or to 128, the tiles of attention kernels; bytes that the
-backward of an embedding of B * T ids takes to sort them, and of one of T ids."""
+backward of an embedding of tokens takes to sort their ids, and of one of positions."""
 WIDTH = len(BASIS) + 4
 
 PARAMETER_GRADIENT = "parameter gradient"
@@ -40,14 +40,14 @@ Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
 
 
-def monomials(b: int, t: int, sort_bytes: int, sort_t_bytes: int) -> tuple[int, ...]:
+def monomials(b: int, t: int, sort_bytes: int, sort_positions_bytes: int) -> tuple[int, ...]:
     """Values of all monomials, those of the kernels' half included, at batch `b` and sequence `t`."""
     values = (
         *(b**i * t**j for i, j in BASIS),
         b * ceil_to(t, 32),
         b * ceil_to(t, 128),
         sort_bytes,
-        sort_t_bytes,
+        sort_positions_bytes,
     )
     return values + values
 
@@ -229,9 +229,9 @@ class Tape:
         at, coefficient = _split(nbytes)
         return self._value((nbytes,), 1, (1,), self._allocate(WIDTH + at, coefficient, label))
 
-    def sort_workspace(self, ids_dims: int, label: str) -> Value:
-        """What sorting the ids of an embedding takes, (B, T) or (T,) of them: no monomial, so a term of its own."""
-        at = {1: SORT_T, 2: SORT}[ids_dims]
+    def sort_workspace(self, table: str, label: str) -> Value:
+        """What sorting the ids of an embedding of tokens or positions takes: no monomial, so a term of its own."""
+        at = {"tokens": SORT, "positions": SORT_POSITIONS}[table]
         return self._value((1,), 1, (1,), self._allocate(WIDTH + at, 1, label))
 
     def _value(self, shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...], storage: Storage) -> Value:

@@ -38,7 +38,7 @@ class Reducer:
         self.next = 0
         self.ready: set[FlatUnit] = set()
         self.landed: Callable[[FlatUnit], None] | None = None
-        """Called on the reduce stream when a unit's gradients are reduced for the last time before a step."""
+        """Called on the reduce stream after a reduce of the last micro-step; the last call for a unit counts."""
         self.slot: Tensor | None = None
         self.retained: list[tuple[str, Tensor]] = []
         """(size class, gradient) of the unit that was reduced last."""
@@ -73,8 +73,13 @@ class Reducer:
     @property
     def sums_ranks(self) -> bool:
         """Whether whole gradients are summed over ranks in this backward: it ends the last micro-step."""
+        return self.choice.world_size > 1 and not self.held and self.in_last_micro_step
+
+    @property
+    def in_last_micro_step(self) -> bool:
+        """Whether the step follows, after this backward or one that adds to it."""
         index = self.micro_step if self.fresh else self.micro_step - 1
-        return self.choice.world_size > 1 and not self.held and index >= self.choice.accumulation - 1
+        return index >= self.choice.accumulation - 1
 
     @torch.no_grad()
     def land(self, unit: FlatUnit) -> None:
@@ -155,7 +160,7 @@ class Reducer:
                 self._reduce_through_slot(unit, landed, grad, self.slot)
             else:
                 self._reduce_in_place(unit, landed, grad)
-            if self.landed is not None and self.last_micro_step:
+            if self.landed is not None and self.in_last_micro_step:
                 self.landed(unit)
         self.retained = [(unit.placement.size_class, g) for g in landed if g is not None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zplan.planner.config import Choice
 from zplan.planner.models import Architecture, decoder_units
@@ -18,7 +18,11 @@ class Observer(Protocol):
     def enter(self, phase: str) -> None: ...
 
 
-def mark_phases(model: Decoder, registry: Observer) -> None:  # noqa: C901  (four small hooks)
+def unit_modules(model: Decoder) -> dict[str, nn.Module]:
+    return {u.name: model.get_submodule(u.name) for u in decoder_units(model.arch)}
+
+
+def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # noqa: C901  (four small hooks)
     """Hooks that enter the phases. A unit's gradients stay until the next unit's have landed, as in the runtime."""
     retained: list[Tensor] = []
 
@@ -54,14 +58,15 @@ def mark_phases(model: Decoder, registry: Observer) -> None:  # noqa: C901  (fou
 
         return hook
 
-    by_name = dict(model.named_parameters())
-    first = model.embed.weight
-    for unit in decoder_units(model.arch):
-        module = model.get_submodule(unit.name)
-        module.register_forward_pre_hook(before(unit.name))
-        module.register_forward_hook(after(unit.name))
-        params = [by_name[p.name] for p in unit.params]
-        hook = reduce(unit.name, params)
+    first = next(modules["embed"].parameters())
+    taken: set[nn.Parameter] = set()
+    for name, module in modules.items():
+        module.register_forward_pre_hook(before(name))
+        module.register_forward_hook(after(name))
+        # A tied weight belongs to the first unit that uses it.
+        params = [p for p in module.parameters() if p not in taken]
+        taken.update(params)
+        hook = reduce(name, params)
         for p in params:
             p.register_post_accumulate_grad_hook(hook)
 
@@ -86,7 +91,7 @@ def allocator_peaks(arch: Architecture, choice: Choice) -> dict[str, int]:
         model = Decoder(arch, checkpointing=choice.checkpointing, attention=choice.attention)
     model.to(DTYPES[choice.precision])
     meter = AllocatorMeter()
-    mark_phases(model, meter)
+    mark_phases(unit_modules(model), meter)
     shape = (choice.micro_batch, choice.seq)
 
     def step() -> None:

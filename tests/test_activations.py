@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from phases import allocator_peaks, mark_phases
+from phases import allocator_peaks, mark_phases, unit_modules
 
 from zplan.planner.activations import BATCH_PHASES, activation_lines, profile
 from zplan.planner.aten import FP32, INT64, SORT_ABOVE
@@ -59,7 +59,7 @@ def observe(arch: Architecture, choice: Choice, *, steps: int = 1) -> dict[str, 
     model = Decoder(arch, checkpointing=choice.checkpointing, attention=choice.attention).to(dtype)
     shape = (choice.micro_batch, choice.seq)
     registry = StorageRegistry()
-    mark_phases(model, registry)
+    mark_phases(unit_modules(model), registry)
     with registry:
         registry.adopt(*model.parameters())
         states = registry.live_bytes

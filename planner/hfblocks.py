@@ -1,0 +1,279 @@
+"""The op lists of the layers of Hugging Face decoders (transformers 5.24): one row of `STYLES` a model_type.
+
+See [Note: lifetimes] in `planner/tape.py`: a module's call keeps its inputs until it returns. Dropout is off, as
+everywhere, and attention is torch's fused one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from zplan.planner.aten import Aten
+from zplan.planner.families import Params
+from zplan.planner.hfmoe import experts
+from zplan.planner.hfops import Norm, activate, norm, rotate, rotate_front, rotate_front_at_once, rotate_in_fp32
+from zplan.planner.models import Architecture
+from zplan.planner.tape import Value
+
+Layout = Literal["serial", "post", "neox", "stablelm", "phi", "opt"]
+Rotation = Callable[[Aten, Value, Value, Value, Value], tuple[Value, Value]]
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a model_type does differently.
+
+    Attributes
+    ----------
+    layout
+        How norms, attention, feed-forward part and residuals follow each other.
+    qkv
+        One projection each; `fused`: one for all; `heads`: one for all, with the three parts head by head.
+    gated
+        Whether the feed-forward part has a gate. Without one its two projections are `feed`.
+    feed_fused
+        Gate and up are one projection.
+    head_norms
+        Norm of queries and keys: `head` by head, or over the `whole` row.
+    scaled
+        Embeddings are multiplied by a number.
+    rotary_fp32
+        Tables and rotation are in fp32.
+    attention
+        Module of the projections, and name of the last one.
+    """
+
+    norm: Norm = "rms"
+    act: str = "silu"
+    layout: Layout = "serial"
+    qkv: Literal["separate", "fused", "heads"] = "separate"
+    gated: bool = True
+    feed_fused: bool = False
+    head_norms: Literal["none", "head", "whole"] = "none"
+    scaled: bool = False
+    rotation: Rotation | None = rotate
+    rotary_fp32: bool = False
+    attention: tuple[str, str] = ("self_attn", "o_proj")
+    feed: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+
+
+STYLES: dict[str, Style] = {
+    "qwen2": Style(),
+    "qwen3": Style(head_norms="head"),
+    "qwen3_moe": Style(head_norms="head"),
+    "mixtral": Style(),
+    "gemma": Style(norm="gemma", act="gelu", scaled=True),
+    "phi3": Style(qkv="fused", feed_fused=True, rotation=rotate_front_at_once),
+    "olmo2": Style(
+        norm="olmo",
+        layout="post",
+        head_norms="whole",
+        rotation=rotate_in_fp32,
+        rotary_fp32=True,
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    "gpt_neox": Style(
+        norm="layer",
+        act="gelu",
+        layout="neox",
+        qkv="heads",
+        gated=False,
+        rotation=rotate_front,
+        attention=("attention", "dense"),
+        feed=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    ),
+    "stablelm": Style(norm="layer", layout="stablelm", rotation=rotate_front),
+    "phi": Style(
+        norm="layer",
+        act="gelu_new",
+        layout="phi",
+        gated=False,
+        rotation=rotate_front,
+        attention=("self_attn", "dense"),
+    ),
+    "opt": Style(
+        norm="layer",
+        act="relu",
+        layout="opt",
+        gated=False,
+        rotation=None,
+        attention=("self_attn", "out_proj"),
+        feed=("fc1", "fc2"),
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+    ),
+}
+
+
+class Block:
+    """One decoder layer over parameters by short name."""
+
+    def __init__(self, op: Aten, p: Params, arch: Architecture, style: Style) -> None:
+        self.op, self.p, self.arch, self.style = op, p, arch, style
+
+    def run(self, x: Value, *tables: Value) -> Value:
+        """The layer. A checkpointed one keeps all that it was called with, so positions are among the tables."""
+        used = tables[:2] if self.style.rotation else ()
+        return self.op.named("output", _LAYOUTS[self.style.layout](self, x, *used))
+
+    # Parts
+
+    def linear(self, x: Value, name: str) -> Value:
+        return self.op.linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
+
+    def norm(self, x: Value, which: int) -> Value:
+        return norm(self.op, x, self.p, self.style.norms[which], self.style.norm)
+
+    def heads(self, x: Value, count: int) -> Value:
+        """(B, T, H * D) to (B, H, T, D)."""
+        return self.op.transpose(self.op.view(x, (*x.shape[:2], count, self.arch.head_dim)), 1, 2)
+
+    def queries_keys_values(self, x: Value) -> tuple[Value, Value, Value]:
+        op, a, name = self.op, self.arch, self.style.attention[0]
+        if self.style.qkv == "heads":
+            fused = self.linear(x, f"{name}.query_key_value")
+            fused = op.transpose(op.view(fused, (*x.shape[:2], a.heads, 3 * a.head_dim)), 1, 2)
+            q, k, v = op.split(op.named("q, k, v", fused), 3)
+            return q, k, v
+        if self.style.qkv == "fused":
+            fused = op.named("q, k, v", self.linear(x, f"{name}.qkv_proj"))
+            wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
+            q, k = op.narrow(fused, 0, wide), op.narrow(fused, wide, narrow)
+            v = op.narrow(fused, wide + narrow, narrow)
+            return self.heads(q, a.heads), self.heads(k, a.kv_heads), self.heads(v, a.kv_heads)
+        if self.style.head_norms == "whole":
+            q = norm(op, self.linear(x, f"{name}.q_proj"), self.p, f"{name}.q_norm", self.style.norm)
+            k = norm(op, self.linear(x, f"{name}.k_proj"), self.p, f"{name}.k_norm", self.style.norm)
+            v = op.named("v", self.linear(x, f"{name}.v_proj"))
+            return self.heads(q, a.heads), self.heads(k, a.kv_heads), self.heads(v, a.kv_heads)
+        if self.style.head_norms == "head":
+            q, k = self._normed_heads(x, "q", a.heads), self._normed_heads(x, "k", a.kv_heads)
+        else:
+            q = self.heads(self.linear(x, f"{name}.q_proj"), a.heads)
+            k = self.heads(self.linear(x, f"{name}.k_proj"), a.kv_heads)
+        return q, k, self.heads(op.named("v", self.linear(x, f"{name}.v_proj")), a.kv_heads)
+
+    def _normed_heads(self, x: Value, which: str, count: int) -> Value:
+        name, op = self.style.attention[0], self.op
+        projected = op.view(self.linear(x, f"{name}.{which}_proj"), (*x.shape[:2], count, self.arch.head_dim))
+        return op.transpose(norm(op, projected, self.p, f"{name}.{which}_norm", self.style.norm), 1, 2)
+
+    def attention(self, x: Value, *tables: Value) -> Value:
+        op, name = self.op, self.style.attention
+        q, k, v = self.queries_keys_values(x)
+        if self.style.rotation:
+            q, k = self.style.rotation(op, q, k, *tables)
+        return self.linear(self._attend(q, k, v), ".".join(name))
+
+    def _attend(self, q: Value, k: Value, v: Value) -> Value:
+        op = self.op
+        out = op.contiguous(op.transpose(op.sdpa(q, k, v), 1, 2))
+        return op.reshape(out, (*out.shape[:2], self.arch.heads * self.arch.head_dim))
+
+    def feed(self, x: Value) -> Value:
+        op, act = self.op, self.style.act
+        if "mlp.experts.down_proj" in self.p:
+            return experts(op, self.p, self.arch, x)
+        if not self.style.gated:
+            x = op.named("up", self.linear(x, self.style.feed[0]))
+            x = op.named(f"{act}(up)", activate(op, x, act))
+            return self.linear(x, self.style.feed[1])
+        if self.style.feed_fused:
+            up = self.linear(x, "mlp.gate_up_proj")
+            gate, up = op.split(op.named("gate, up", up), 2)
+            up = op.mul(up, op.named("act(gate)", activate(op, gate, act)))
+            return self.linear(op.named("act(gate) * up", up), "mlp.down_proj")
+        gated = op.mul(
+            op.named("act(gate)", activate(op, op.named("gate", self.linear(x, "mlp.gate_proj")), act)),
+            op.named("up", self.linear(x, "mlp.up_proj")),
+        )
+        return self.linear(op.named("act(gate) * up", gated), "mlp.down_proj")
+
+
+def _serial(b: Block, x: Value, *tables: Value) -> Value:
+    residual = x
+    hidden = b.norm(x, 0)
+    hidden = b.attention(hidden, *tables)
+    hidden = b.op.named("after attention", b.op.add(residual, hidden))
+    residual = hidden
+    hidden = b.norm(hidden, 1)
+    hidden = b.feed(hidden)
+    return b.op.add(residual, hidden)
+
+
+def _post(b: Block, x: Value, *tables: Value) -> Value:
+    """Norms behind attention and feed-forward part."""
+    residual = x
+    hidden = b.attention(x, *tables)
+    hidden = b.norm(hidden, 0)
+    hidden = b.op.named("after attention", b.op.add(residual, hidden))
+    residual = hidden
+    hidden = b.feed(hidden)
+    hidden = b.norm(hidden, 1)
+    return b.op.add(residual, hidden)
+
+
+def _neox(b: Block, x: Value, *tables: Value) -> Value:
+    attended = b.attention(b.norm(x, 0), *tables)
+    if not b.arch.trait("parallel"):
+        attended = b.op.named("after attention", b.op.add(attended, x))
+        return b.op.add(b.feed(b.norm(attended, 1)), attended)
+    fed = b.feed(b.norm(x, 1))
+    return b.op.add(b.op.add(fed, attended), x)
+
+
+def _stablelm(b: Block, x: Value, *tables: Value) -> Value:
+    residual = x
+    hidden = b.norm(x, 0)
+    attended = b.attention(hidden, *tables)
+    if not b.arch.trait("serial"):
+        fed = b.feed(hidden)
+        return b.op.add(b.op.add(residual, attended), fed)
+    residual = b.op.named("after attention", b.op.add(residual, attended))
+    fed = b.feed(b.norm(residual, 1))
+    return b.op.add(residual, fed)
+
+
+def _phi(b: Block, x: Value, *tables: Value) -> Value:
+    residual = x
+    hidden = b.norm(x, 0)
+    attended = b.attention(hidden, *tables)
+    fed = b.feed(hidden)
+    return b.op.add(b.op.add(attended, fed), residual)
+
+
+def _opt(b: Block, x: Value) -> Value:
+    """Queries are scaled before attention, and the feed-forward part sees rows of tokens."""
+    op = b.op
+    residual = x
+    hidden = b.norm(x, 0)
+    hidden = _opt_attention(b, hidden)
+    hidden = op.named("after attention", op.add(residual, hidden))
+    shape = hidden.shape
+    hidden = op.reshape(hidden, (shape[0] * shape[1], shape[2]))
+    residual = hidden
+    hidden = b.norm(hidden, 1)
+    hidden = op.named("up", b.linear(hidden, "fc1"))
+    hidden = op.named("relu(up)", op.relu(hidden))
+    hidden = b.linear(hidden, "fc2")
+    return op.view(op.add(residual, hidden), shape)
+
+
+def _opt_attention(b: Block, x: Value) -> Value:
+    op, heads = b.op, b.arch.heads
+    q = b.heads(op.named("q, scaled", op.scale(b.linear(x, "self_attn.q_proj"))), heads)
+    k, v = b.linear(x, "self_attn.k_proj"), b.linear(x, "self_attn.v_proj")
+    k, v = b.heads(op.named("k", k), heads), b.heads(op.named("v", v), heads)
+    return b.linear(b._attend(q, k, v), "self_attn.out_proj")
+
+
+_LAYOUTS: dict[Layout, Callable[..., Value]] = {
+    "serial": _serial,
+    "post": _post,
+    "neox": _neox,
+    "stablelm": _stablelm,
+    "phi": _phi,
+    "opt": _opt,
+}
