@@ -295,7 +295,7 @@ class Checkpoints:
                 ) from None
             raise
         manifest = opened[0].manifest
-        e.gatherer.invalidate()
+        e.gatherer.invalidate(e.units)
         if not weights_only:
             self._restore(opened[0])
         return manifest
