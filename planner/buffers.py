@@ -27,19 +27,20 @@ def uses_reduce_slots(choice: Choice) -> bool:
 
 def buffer_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """Working buffers of one rank."""
+    trained = [p for p in placements if not p.frozen]
     return [
         *ring_lines(placements, choice, time),
-        *reduce_lines(placements, choice, time),
-        *gradient_lines(placements, choice, time),
+        *reduce_lines(trained, choice, time),
+        *gradient_lines(trained, choice, time),
         *placeholder_lines(placements, choice, time),
     ]
 
 
 def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """K slots per size class of ringed units, in the compute dtype, always there."""
-    classes = {p.size_class: p.layout.padded_numel for p in placements if p.ringed}
+    classes = {p.size_class: p.buffer_bytes(choice) for p in placements if p.ringed}
     spans = (time.always,) * choice.ring_slots
-    return [Line(f"params.ring.{name}", n * choice.itemsize, spans, "buffers") for name, n in classes.items()]
+    return [Line(f"params.ring.{name}", nbytes, spans, "buffers") for name, nbytes in classes.items()]
 
 
 def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
@@ -69,5 +70,5 @@ def placeholder_lines(placements: Sequence[Placement], choice: Choice, time: Tim
     """One NaN scalar per parameter, shown in its place while its values are not there."""
     if not shards_states(choice):
         return []
-    count = sum(len(p.layout.entries) for p in placements)
+    count = sum(len(p.layout.entries) for p in placements if p.closes)
     return [Line("params.placeholder", choice.itemsize, (time.always,) * count, "buffers")]

@@ -37,6 +37,10 @@ class Unit:
     name: str
     kind: UnitKind
     params: tuple[Param, ...]
+    frozen: bool = False
+    """No gradient, no optimizer state. Frozen parameters of a module are a unit beside its trainable ones."""
+    itemsize: int | None = None
+    """Bytes of one element where they keep a dtype of their own (frozen integers); None for the compute dtype."""
 
     @property
     def numel(self) -> int:

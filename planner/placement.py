@@ -7,6 +7,10 @@ On one rank nothing is sharded, whatever the stage.
 
 [Note: masters] In bf16 a rank keeps fp32 master weights of its slices. In fp32 the resident flat buffer's own slices
 *are* the master weights; only a ringed unit keeps them apart, since its slot holds other blocks in between.
+
+[Note: frozen] Frozen parameters are units of their own beside the trainable ones of the same module: no master, no moments,
+no gradient. A ringed one is cast from a shard in its own dtype (the compute dtype), so at stage 3 a frozen base costs 2P/N
+in bf16. A resident one (stages 0 to 2, embedding, head, integers) is whole on every rank and never gathered again.
 """
 
 from __future__ import annotations
@@ -35,6 +39,25 @@ class Placement:
     owned_numel: int
     """Elements whose master weights and moments this rank keeps: the shard, or everything at stage 0."""
     has_master: bool
+    """Whether it keeps fp32 master weights apart from the buffer that compute reads."""
+
+    @property
+    def frozen(self) -> bool:
+        return self.unit.frozen
+
+    @property
+    def has_shard(self) -> bool:
+        """Frozen and ringed: a shard in its own dtype from which the slot is filled."""
+        return self.frozen and self.ringed
+
+    @property
+    def closes(self) -> bool:
+        """On sharded states: whether its parameters are ever shown as NaN placeholders."""
+        return not self.frozen or self.ringed
+
+    def buffer_bytes(self, choice: Choice) -> int:
+        """Of the whole unit as compute reads it."""
+        return self.layout.padded_numel * (self.unit.itemsize or choice.itemsize)
 
 
 def shards_states(choice: Choice) -> bool:
@@ -60,11 +83,12 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
     count = Counter(names)
     out, seen = [], Counter[str]()
     for u, lay, name in zip(units, layouts, names, strict=True):
-        ringed = choice.sharded and u.kind == "block" and u.name not in tied and count[name] > choice.ring_slots
-        owned = lay.shard_numel if shards_states(choice) else lay.padded_numel
-        out.append(
-            Placement(u, lay, name, ringed, seen[name] % choice.ring_slots, owned, choice.precision != "fp32" or ringed)
-        )
+        in_ring = u.kind == "block" and u.name not in tied and u.itemsize is None and count[name] > choice.ring_slots
+        ringed = choice.sharded and in_ring
+        shares = ringed if u.frozen else shards_states(choice)
+        owned = lay.shard_numel if shares else lay.padded_numel
+        has_master = not u.frozen and (choice.precision != "fp32" or ringed)
+        out.append(Placement(u, lay, name, ringed, seen[name] % choice.ring_slots, owned, has_master))
         seen[name] += 1
     return tuple(out)
 
@@ -83,16 +107,20 @@ def _lay_out_all(units: Sequence[Unit], choice: Choice) -> list[UnitLayout]:
 
 
 def _size_classes(units: Sequence[Unit], layouts: Sequence[UnitLayout]) -> list[str]:
-    """A block's class is `block` for the first size met, `block2` for the next; other units are classes of their own."""
-    sizes: list[tuple[int, int]] = []
+    """A block's class is `block` for the first size met, `block2` for the next, `frozen`, `frozen2`, ... where it is frozen.
+
+    Other units are classes of their own.
+    """
+    sizes: dict[bool, list[tuple[int, int, int | None]]] = {False: [], True: []}
     out = []
     for u, lay in zip(units, layouts, strict=True):
         if u.kind != "block":
             out.append(u.name)
             continue
-        size = (lay.padded_numel, lay.numel)
-        if size not in sizes:
-            sizes.append(size)
-        at = sizes.index(size)
-        out.append("block" if at == 0 else f"block{at + 1}")
+        size = (lay.padded_numel, lay.numel, u.itemsize)
+        known = sizes[u.frozen]
+        if size not in known:
+            known.append(size)
+        at = known.index(size)
+        out.append(("frozen" if u.frozen else "block") + (f"{at + 1}" if at else ""))
     return out

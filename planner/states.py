@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Line
@@ -14,8 +15,8 @@ FP32 = 4
 NORM_BLOCKS = 1024
 """Most blocks of one norm launch (`cuda_ops/norm.py`)."""
 
-NUM_SCALARS = 6
-"""fp32 scalars of the optimizer: step, norm, clip coefficient, gradient scale, non-finite flag, scratch."""
+NUM_SCALARS = 7
+"""fp32 scalars of the optimizer: step, norm, clip coefficient, gradient scale, non-finite flag, tokens, scratch."""
 
 
 def by_class(line_id: str, rows: Sequence[tuple[Placement, int, tuple[int, int]]], kind: Kind) -> list[Line]:
@@ -32,7 +33,9 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
     """Everything that lives between steps. Moments and masters are there from the first step on."""
     always = time.always
     lines: list[Line] = []
-    resident = [(p, p.layout.padded_numel * choice.itemsize, always) for p in placements if not p.ringed]
+    lines += frozen_lines([p for p in placements if p.frozen], choice, always)
+    placements = [p for p in placements if not p.frozen]
+    resident = [(p, p.buffer_bytes(choice), always) for p in placements if not p.ringed]
     lines += by_class("params.flat", resident, "states")
     lines += by_class("optim.master", [(p, p.owned_numel * FP32, always) for p in placements if p.has_master], "states")
     for name in ("exp_avg", "exp_avg_sq"):
@@ -43,9 +46,23 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
     return lines
 
 
+def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[int, int]) -> list[Line]:
+    """Frozen parameters: shards where they are ringed, and whole buffers that every rank holds alike. See [Note: frozen]."""
+    shards = [(p, p.buffer_bytes(choice) // choice.world_size, always) for p in placements if p.has_shard]
+    whole = [(p, p.buffer_bytes(choice), always) for p in placements if not p.ringed]
+    note = ""
+    if choice.world_size > 1:
+        why = "not in a ring" if choice.stage == 3 else f"stage {choice.stage} does not shard parameters"
+        note = f"replicated on {choice.world_size} ranks: {why}"
+    return [
+        *by_class("params.frozen.shard", shards, "states"),
+        *(replace(line, note=note) for line in by_class("params.frozen.whole", whole, "states")),
+    ]
+
+
 def num_slices(placements: Sequence[Placement], choice: Choice) -> int:
     """Contiguous stretches that this rank updates: one per piece where states are sharded, one per unit elsewhere."""
-    return sum(len(p.layout.pieces) if shards_states(choice) else 1 for p in placements)
+    return sum(len(p.layout.pieces) if shards_states(choice) else 1 for p in placements if not p.frozen)
 
 
 def norm_bytes(placements: Sequence[Placement], choice: Choice) -> int:
@@ -54,6 +71,8 @@ def norm_bytes(placements: Sequence[Placement], choice: Choice) -> int:
         return 8 * (2 * NORM_BLOCKS + 4 + 2 * num_slices(placements, choice))
     total = 0
     for p in placements:
+        if p.frozen:
+            continue
         lengths = (
             [piece.numel // choice.world_size for piece in p.layout.pieces]
             if shards_states(choice)

@@ -45,7 +45,18 @@ class Scalars:
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
-        self.applied, self.norm, self.coefficient, self.scale, self.skip, self.scratch = buffer.unbind()
+        self.applied, self.norm, self.coefficient, self.scale, self.skip, self.tokens, self.scratch = buffer.unbind()
+
+
+def clip_scalars(s: Scalars, *, mean: float, clip: float) -> None:
+    """Clip coefficient and divisor from the norm that is there."""
+    s.coefficient.fill_(1.0)
+    if clip > 0:
+        torch.add(s.norm, 1e-6, out=s.scratch)
+        torch.div(s.coefficient.fill_(clip), s.scratch, out=s.coefficient)
+        s.coefficient.clamp_(max=1.0)
+    torch.reciprocal(s.coefficient, out=s.scale)
+    s.scale.div_(mean)
 
 
 class TorchAdamW:
@@ -72,13 +83,7 @@ class TorchAdamW:
         # x - x is 0 for a finite x and NaN otherwise, and only NaN differs from 0.
         torch.sub(s.norm, s.norm, out=s.skip)
         s.skip.ne_(0.0)
-        s.coefficient.fill_(1.0)
-        if clip > 0:
-            torch.add(s.norm, 1e-6, out=s.scratch)
-            torch.div(s.coefficient.fill_(clip), s.scratch, out=s.coefficient)
-            s.coefficient.clamp_(max=1.0)
-        torch.reciprocal(s.coefficient, out=s.scale)
-        s.scale.div_(mean)
+        clip_scalars(s, mean=mean, clip=clip)
         s.applied.add_(1.0).sub_(s.skip)
 
     def update(self, rows: Sequence[Row], s: Scalars, hyper: Hyper) -> None:

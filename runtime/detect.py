@@ -1,14 +1,18 @@
-"""Finds the units of a module tree: the blocks of its largest module lists, and what lies around them."""
+"""Finds the units of a module tree: the blocks of its module lists, or what the user names, and what lies around them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from zplan.planner.errors import ZplanError
+from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.models import Param, Unit, UnitKind
+
+LIST_SHARE = 0.02
+"""Share of all parameters from which the children of a module list are units; below it the list is one unit."""
 
 
 @dataclass(eq=False)
@@ -16,67 +20,168 @@ class Found:
     """One unit as modules: where its hooks go and which parameters it owns (by first name)."""
 
     unit: Unit
+    """Its trainable parameters; may have none."""
     module: nn.Module
     params: list[nn.Parameter]
     reads: list[str] = field(default_factory=list)
-    """Names of other units that own parameters which this one uses too (tied weights)."""
+    """Names of other units, trainable or frozen, that own parameters which this one uses too (tied weights)."""
+    frozen: list[tuple[Unit, list[nn.Parameter]]] = field(default_factory=list)
+    """Its frozen parameters, as one unit for each dtype. See [Note: frozen] in planner/placement.py."""
+
+    def segments(self) -> Iterator[tuple[Unit, list[nn.Parameter]]]:
+        """Everything that is laid out flat: trainable parameters first."""
+        if self.params:
+            yield self.unit, self.params
+        yield from self.frozen
 
 
-def find_units(model: nn.Module) -> list[Found]:
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Never called themselves: what they hold is a unit of the module around them, or has units of its own."""
+
+Row = tuple[str, UnitKind, nn.Module, list[tuple[str, nn.Parameter]]]
+"""(unit name, kind, module, named parameters)."""
+
+
+def find_units(model: nn.Module, *, units: Sequence[str] | None = None, resident: Sequence[str] = ()) -> list[Found]:
     """Units in module order; each parameter belongs to the first unit that uses it.
 
-    Blocks are the children of the `nn.ModuleList` with the most parameters. Every other child that holds parameters is a
-    unit of its own; parameters that hang directly on a module around the blocks form a unit with that module.
+    Parameters
+    ----------
+    model
+        Any module tree.
+    units
+        Patterns of module names (`model.layers.*`; `*` does not match a dot). The modules they name are the blocks. By
+        default these are the children of every module list that is in no other one and holds at least `LIST_SHARE` of the
+        parameters. Every other child that holds parameters is a unit of its own; parameters that hang directly on a module
+        around the blocks form a unit with that module.
+    resident
+        Patterns of unit names that are never put in the ring.
     """
-    blocks = _largest_list(model)
+    blocks = _named_blocks(model, units) if units is not None else _listed_blocks(model)
     owner: dict[nn.Parameter, str] = {}
     found: list[Found] = []
+    for name, m in model.named_modules():
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:
+            raise ZplanError(
+                f"embedding `{name}` makes sparse gradients, which can't be reduced here", "set sparse=False"
+            )
     for name, kind, module, params in _candidates(model, blocks):
-        mine: list[nn.Parameter] = []
-        rows: list[Param] = []
-        reads: list[str] = []
-        for pname, p in params:
-            if p in owner:
-                if owner[p] != name and owner[p] not in reads:
-                    reads.append(owner[p])
-                continue
-            owner[p] = name
-            mine.append(p)
-            rows.append(Param(pname, tuple(p.shape)))
-        if mine or reads:
-            found.append(Found(Unit(name, kind, tuple(rows)), module, mine, reads))
-    _refuse_frozen(found)
+        if any(_matches(name, pattern) for pattern in resident):
+            kind = "other"
+        f = _own(name, kind, module, params, owner)
+        if f.params or f.frozen or f.reads:
+            found.append(f)
+    _check_patterns([f.unit.name for f in found], resident, "resident")
     return found
 
 
-def _largest_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    if not lists:
-        return None
-    return max(lists, key=lambda row: sum(p.numel() for p in row[1].parameters()))
+def _own(
+    name: str, kind: UnitKind, module: nn.Module, params: list[tuple[str, nn.Parameter]], owner: dict[nn.Parameter, str]
+) -> Found:
+    """The unit of one module: what nobody before it owns is its own, the rest it reads."""
+    trained: list[tuple[str, nn.Parameter]] = []
+    frozen: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    reads: dict[str, None] = {}
+    for pname, p in params:
+        _check(pname, p)
+        if p in owner:
+            if owner[p].partition(":")[0] != name:
+                reads[owner[p]] = None
+            continue
+        segment = name if p.requires_grad else f"{name}:frozen"
+        if not p.is_floating_point():
+            segment = f"{name}:{str(p.dtype).removeprefix('torch.')}"
+        owner[p] = segment
+        (trained if p.requires_grad else frozen.setdefault(segment, [])).append((pname, p))
+    segments = [(_frozen_unit(segment, kind, rows), [p for _, p in rows]) for segment, rows in frozen.items()]
+    unit = Unit(name, kind, tuple(Param(n, tuple(p.shape)) for n, p in trained))
+    return Found(unit, module, [p for _, p in trained], list(reads), segments)
 
 
-def _candidates(
-    model: nn.Module, blocks: tuple[str, nn.ModuleList] | None
-) -> Iterator[tuple[str, UnitKind, nn.Module, list[tuple[str, nn.Parameter]]]]:
-    """(unit name, kind, module, named parameters) in module order."""
-    path = blocks[0] if blocks else None
+def _frozen_unit(name: str, kind: UnitKind, rows: list[tuple[str, nn.Parameter]]) -> Unit:
+    params = tuple(Param(n, tuple(p.shape)) for n, p in rows)
+    p = rows[0][1]
+    return Unit(name, kind, params, frozen=True, itemsize=None if p.is_floating_point() else p.element_size())
 
-    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, UnitKind, nn.Module, list[tuple[str, nn.Parameter]]]]:
+
+def _check(name: str, p: nn.Parameter) -> None:
+    if p.is_complex():
+        raise ZplanError(
+            f"parameter `{name}` is complex ({p.dtype}), which has no gradient sum here", "store real parts"
+        )
+    if type(p) is not nn.Parameter:
+        raise ZplanError(
+            f"parameter `{name}` is a `{type(p).__name__}`: parameters of a class of their own are not built yet",
+            "load the model without quantization, and run lazy modules once before `zplan.initialize`",
+        )
+
+
+# --- which modules are blocks -------------------------------------------------------------------------------------------
+
+
+def _listed_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Children of the outermost module lists that hold a fair share of the parameters."""
+    total = sum(p.numel() for p in model.parameters())
+    blocks: dict[str, nn.Module] = {}
+    inside: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(outer + ".") for outer in inside):
+            continue
+        if len(module) > 1 and sum(p.numel() for p in module.parameters()) >= LIST_SHARE * total:
+            inside.append(path)
+            blocks.update((_join(path, name), child) for name, child in module.named_children())
+    return blocks
+
+
+def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Modules whose names match a pattern; a module inside another that matches belongs to the outer one."""
+    names = [n for n, m in model.named_modules() if n and any(True for _ in m.parameters())]
+    _check_patterns(names, patterns, "units")
+    blocks: dict[str, nn.Module] = {}
+    for name in names:
+        outer = any(name.startswith(taken + ".") for taken in blocks)
+        if not outer and any(_matches(name, pattern) for pattern in patterns):
+            blocks[name] = model.get_submodule(name)
+    return blocks
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _check_patterns(names: Sequence[str], patterns: Sequence[str], what: str) -> None:
+    for pattern in patterns:
+        if not any(_matches(n, pattern) for n in names):
+            raise ZplanError(
+                f"`{what}`: no module with parameters is called `{pattern}`",
+                did_you_mean(pattern, names) or f"names are like `{names[len(names) // 2]}`" if names else None,
+            )
+
+
+def _candidates(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[Row]:
+    """Every unit in module order. A module that is met twice is one unit under its first name."""
+    seen: set[nn.Module] = set()
+
+    def walk(prefix: str, module: nn.Module, called: nn.Module) -> Iterator[Row]:
         own = [(_join(prefix, n), p) for n, p in module.named_parameters(recurse=False)]
         if own:
-            yield prefix or "root", "other", module, own
+            yield prefix or "root", "other", called, own
         for child_name, child in module.named_children():
             name = _join(prefix, child_name)
-            if path is not None and name == path:
-                for i, block in enumerate(child.children()):
-                    yield f"{name}.{i}", "block", block, _named(f"{name}.{i}", block)
-            elif path is not None and path.startswith(name + "."):
-                yield from walk(name, child)
+            if child in seen:
+                continue
+            seen.add(child)
+            if name in blocks:
+                yield name, "block", child, _named(name, child)
+            elif isinstance(child, CONTAINERS):
+                yield from walk(name, child, called)
+            elif any(path.startswith(name + ".") for path in blocks):
+                yield from walk(name, child, child)
             else:
                 yield name, _kind(child), child, _named(name, child)
 
-    yield from walk("", model)
+    yield from walk("", model, model)
 
 
 def _named(prefix: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -95,15 +200,3 @@ def _kind(module: nn.Module) -> UnitKind:
     if "norm" in type(module).__name__.lower():
         return "norm"
     return "other"
-
-
-def _refuse_frozen(found: list[Found]) -> None:
-    for f in found:
-        for row, p in zip(f.unit.params, f.params, strict=True):
-            if not p.requires_grad:
-                raise ZplanError(
-                    f"parameter `{row.name}` is frozen, and frozen parameters are not built yet",
-                    "set requires_grad on every parameter",
-                )
-            if not p.is_floating_point():
-                raise ZplanError(f"parameter `{row.name}` has dtype {p.dtype}, which can't be trained", None)

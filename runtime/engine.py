@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from zplan.runtime.materialize import Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedAdamW
 from zplan.runtime.reducer import Reducer
+from zplan.runtime.schedule import Scheduler
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned
 
@@ -63,28 +64,37 @@ class Engine(nn.Module):
         init: Initializer | None,
         seed: int,
         checked: bool,
+        units: Sequence[str] | None = None,
+        resident: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.module = model
         self.training_config, self.mesh = training, mesh
         self.choice = choice_of(training, mesh)
-        found = find_units(model)
-        if not found:
-            raise ZplanError("the model has no parameters", "pass the nn.Module that is to be trained")
+        found = find_units(model, units=units, resident=resident)
+        if not any(f.params for f in found):
+            raise ZplanError(
+                "the model has no parameters to train", "pass an nn.Module with some that require gradients"
+            )
         read_elsewhere = frozenset(name for f in found for name in f.reads)
-        placements = place_units([f.unit for f in found if f.params], self.choice, tied=read_elsewhere)
+        segments = [unit for f in found for unit, _ in f.segments()]
+        placements = place_units(segments, self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
-        self.units = materialize(found, list(placements), self.choice, self.arena, rank=mesh.rank, init=init, seed=seed)
+        self.units = materialize(
+            model, found, list(placements), self.choice, self.arena, rank=mesh.rank, init=init, seed=seed
+        )
+        self.trained = [u for u in self.units if not u.placement.frozen]
         move_buffers(model, mesh.device)
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
         self.streams = Streams(mesh.device)
         self.collectives = Collectives(mesh, checked=checked)
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
-        self.reducer = Reducer(self.units, self.choice, self.arena, self.collectives, self.streams)
-        self.optimizer = ShardedAdamW(self.units, self.choice, training, self.arena)
+        self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
+        self.optimizer = ShardedAdamW(self.trained, self.choice, training, self.arena)
         self.reducer.landed = self.optimizer.landed
-        self.hooks = Hooks(found, self.units, self.gatherer, self.reducer)
+        self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
+        self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = _LISTENERS[-1] if _LISTENERS else None
         self.global_steps = 0
         self.global_samples = 0
@@ -127,30 +137,63 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Outside `no_grad` this is a training forward and fixes or follows the schedule."""
         self._alive()
-        self.hooks.start_forward()
-        out = self.module(*args, **kwargs)
-        self.hooks.end_forward(training=torch.is_grad_enabled())
-        return out
+        return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> Tensor:
-        """Backward of one micro-step. Averaging over ranks and micro-steps happens in the step; `loss` is returned as it is."""
+    def backward(self, loss: Tensor, *, num_tokens: int | None = None) -> Tensor:
+        """Backward of one micro-step. Averaging over ranks and micro-steps happens in the step; `loss` is returned as it is.
+
+        A micro-step is whatever runs between forwards: several calls after one forward add up. To add up over several
+        forwards, put all but the last backward in `no_sync()`.
+
+        Parameters
+        ----------
+        loss
+            Mean loss of the micro-batch.
+        num_tokens
+            What that mean was taken over, on this rank. The step then divides by the tokens of all ranks and micro-steps, so
+            that each token weighs the same. Every backward of a step must say it, or none. With 0 there is no backward, and
+            the rank contributes zeros.
+        """
         self._alive()
-        if self.is_gradient_accumulation_boundary():
+        if self.is_gradient_accumulation_boundary() and self.reducer.fresh:
             raise ZplanError(
                 f"`backward` was called {self.reducer.micro_step + 1} times for gradient_accumulation_steps "
                 f"{self.choice.accumulation}",
-                "call `engine.step()` after each backward; it acts at the boundary only",
+                "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls of a "
+                "micro-step but the last in `with engine.no_sync():`",
             )
+        self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
         self.hooks.phase("backward.loss")
-        loss.backward()
+        if num_tokens == 0:
+            self.hooks.empty_backward()
+            return loss
+        self.hooks.look_for_uses(loss)
+        (loss if num_tokens is None else loss * num_tokens).backward()
         return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward calls inside do not end their micro-step: their gradients are added to those of the next one outside.
+
+        They are summed and not averaged, as in DDP. Nothing is sent at stages 0 and 1 with accumulation; elsewhere each adds to
+        the shard.
+        """
+        self.reducer.held = True
+        try:
+            yield
+        finally:
+            self.reducer.held = False
 
     def step(self) -> None:
         """Apply the optimizer at the accumulation boundary; elsewhere do nothing."""
         self._alive()
+        if self.reducer.held:
+            raise ZplanError("`step` inside `no_sync`", "call it after the last backward of the micro-step, outside")
         if not self.is_gradient_accumulation_boundary():
             return
         self.hooks.phase("step")
+        if self.scheduler is not None:
+            self.scheduler.before_step()
         self.optimizer.measure(self.collectives)
         # What the next forward needs first is updated first, and gathered while the rest is updated.
         first, rest = self.hooks.split_schedule(FIRST_UNITS)
@@ -159,15 +202,39 @@ class Engine(nn.Module):
             self.gatherer.invalidate(units)
             for unit in first if units is first else ():
                 self.gatherer.prefetch(unit)
+        if self.scheduler is not None:
+            self.scheduler.count()
+        self.optimizer.finish()
         self.reducer.drop()
         self.global_steps += 1
         self.global_samples += self.choice.global_batch
         self._check_replicas()
         self.hooks.phase("idle")
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip this step's gradients to a global L2 norm, instead of what the config says, and return the norm before that.
+
+        Returns
+        -------
+        Tensor
+            0-dim fp32, on the device: `grad_norm`.
+        """
+        self._alive()
+        if norm_type != 2.0:
+            raise ZplanError(f"`clip_grad_norm_` with norm_type {norm_type}", "only the L2 norm (2.0) is built")
+        if not self.is_gradient_accumulation_boundary():
+            raise ZplanError(
+                f"`clip_grad_norm_` after {self.reducer.micro_step} of {self.choice.accumulation} micro-steps",
+                "call it right before the step that is applied (`engine.is_gradient_accumulation_boundary()`)",
+            )
+        self.optimizer.measure(self.collectives, clip=max_norm)
+        return self.grad_norm
+
     def reset_step(self) -> None:
         """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it."""
         self.hooks.reset_backward()
+        self.optimizer.finish()
         self.reducer.abandon()
         for unit in self.units:
             self.gatherer.release(unit, spent=False)
@@ -176,6 +243,7 @@ class Engine(nn.Module):
         """Checked mode: what every rank must hold alike is alike."""
         if not self.collectives.checked:
             return
+        self.hooks.phase("check")
         # The last scalar is scratch, the norms before reduction differ by rank.
         self.collectives.same_everywhere(checksum(self.optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale")
         if self.choice.stage == 0:
@@ -274,7 +342,22 @@ class Engine(nn.Module):
             Path of the checkpoint (None on a fresh start) and the client state.
         """
         self._alive()
-        return self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
+        found = self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
+        if self.scheduler is not None:
+            self.scheduler.count()
+        return found
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> Path:
+        """Write a bf16 folder that transformers' `from_pretrained` loads. Every rank must call it, between two steps.
+
+        Unit by unit, so that it costs one unit in the compute dtype; `save_dir` must not exist yet.
+        """
+        from zplan.runtime.hf_export import export_engine
+
+        self._alive()
+        self.checkpoints.between_steps("export")
+        export_engine(self, Path(save_dir))
+        return Path(save_dir)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -322,7 +405,9 @@ def initialize(
     seed: int = 0,
     world: int | None = None,
     checked: bool | None = None,
-) -> tuple[Engine, ShardedAdamW, Any, None]:
+    units: Sequence[str] | None = None,
+    resident: Sequence[str] = (),
+) -> tuple[Engine, ShardedAdamW, Any, Scheduler | None]:
     """Turn a module into an engine that trains it under a plan or config.
 
     Parameters
@@ -342,11 +427,16 @@ def initialize(
         Be rank 0 of this many in one process; collectives move nothing.
     checked
         Checked mode; by default what `ZPLAN_CHECK` says.
+    units
+        Patterns of module names (`model.layers.*`) that are gathered as one unit each, instead of those found by default;
+        `zplan trace --units` prints them.
+    resident
+        Patterns of unit names that stage 3 keeps whole, since they are read outside their own forward or in a changing order.
 
     Returns
     -------
     tuple
-        `(engine, optimizer, loader, None)`; learning-rate schedules are not built yet.
+        `(engine, optimizer, loader, scheduler)`; the scheduler is None where the config has no `scheduler`.
 
     Raises
     ------
@@ -358,9 +448,9 @@ def initialize(
     mesh = join(pretend_world=world)
     _say_if_reserved_may_grow(mesh)
     training = _training_config(config, model, mesh)
-    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked)
+    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
     loader = None if training_data is None else _loader(training_data, engine, seed)
-    return engine, engine.optimizer, loader, None
+    return engine, engine.optimizer, loader, engine.scheduler
 
 
 def _say_if_reserved_may_grow(mesh: Mesh) -> None:

@@ -1,27 +1,31 @@
 """Watches a module run and tells gatherer and reducer what is needed next. The only place that registers hooks.
 
 [Note: windows] A unit can be read from the pre-forward of its module to its post-forward, and in backward from the gradient
-of its output, or the pre-forward of its recompute if that comes first, to its last parameter gradient. Recompute is told
-from autograd's own state: a graph task is running.
+of its output, or the pre-forward of its recompute if that comes first. Its gradients are reduced when the last of them
+has landed, or, where some parameter got none, when the backward of its module is over (see [Note: time] in calls.py). Frozen
+parameters, which backward needs for the gradient of the input alone, stay until then too. Recompute is told from autograd's own
+state: a graph task is running.
 
-[Note: schedule] The order of units is recorded on the first training forward. Later ones are held to it, and prefetch follows
+[Note: schedule] The order of units is fixed by the first training forward. Later ones are held to it, and prefetch follows
 it: the next unit in forward, the one before in backward. Under `no_grad` units gather on demand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zplan.planner.errors import ZplanError
+from zplan.runtime.calls import Call, Calls, Schedule
 from zplan.runtime.detect import Found
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.unit import FlatUnit
+from zplan.runtime.uses import Spans, uses_outside
 
 PhaseListener = Callable[[str], None]
 
@@ -34,24 +38,40 @@ def in_backward() -> bool:
 class Hooks:
     """All hooks of one engine, and the schedule they follow. See [Note: windows] and [Note: schedule]."""
 
-    def __init__(self, found: list[Found], units: list[FlatUnit], gatherer: Gatherer, reducer: Reducer) -> None:
+    def __init__(
+        self, model: nn.Module, found: list[Found], units: list[FlatUnit], gatherer: Gatherer, reducer: Reducer
+    ) -> None:
         self.gatherer, self.reducer = gatherer, reducer
-        self.found = {f.unit.name: f for f in found}
-        self.flat = {u.name: u for u in units}
-        self.needs = {
-            name: [self.flat[n] for n in (name, *f.reads) if n in self.flat] for name, f in self.found.items()
-        }
-        self.order: list[str] = []
-        self.position: dict[str, int] = {}
-        self.recording = True
-        self.at = 0
-        self.entered: set[str] = set()
+        flat = {u.name: u for u in units}
+        self.flat = {u.name: u for u in units if not u.placement.frozen}
+        self.own = {f.unit.name: [flat[unit.name] for unit, _ in f.segments()] for f in found}
+        self.needs = {f.unit.name: [*self.own[f.unit.name], *(flat[n] for n in f.reads)] for f in found}
+        self.users = {u.name: [name for name, needed in self.needs.items() if u in needed] for u in units}
+        self.lowest = next(
+            (f.unit.name for f in found if any(u.name in self.flat for u in self.needs[f.unit.name])), ""
+        )
+        self.calls, self.schedule = Calls(), Schedule([f.unit.name for f in found])
+        self.running: list[tuple[str, Call | None]] = []
+        self.depth = 0
+        self.training = False
+        """In a forward of the whole model that backward will follow."""
         self.in_task = False
+        self.begun: set[str] = set()
+        self.early: set[FlatUnit] = set()
+        """Units that are used outside their modules' forward: gathered when the model's forward begins."""
+        self.deferred: set[FlatUnit] = set()
+        """Trainable ones among them: reduced when backward has ended."""
+        self.spans: Spans | None = Spans()
+        """Where in the graph units could be read, until the first backward has been looked at."""
         self.on_phase: PhaseListener | None = None
         self.last = found[-1].unit.name if found else ""
         self.handles: list[RemovableHandle] = []
+        self.handles.append(model.register_forward_pre_hook(lambda *_: self._start_forward()))
         for f in found:
             self._register(f)
+        self.handles.append(
+            model.register_forward_hook(lambda _m, _a, out: self._end_forward(failed=out is None), always_call=True)
+        )
 
     def close(self) -> None:
         for handle in self.handles:
@@ -62,135 +82,274 @@ class Hooks:
         if self.on_phase is not None:
             self.on_phase(name)
 
-    def start_forward(self) -> None:
-        """A top-level forward of the engine begins."""
-        self.at = 0
-
-    def end_forward(self, *, training: bool) -> None:
-        """A top-level forward ended: a training forward fixes the schedule."""
-        if training and self.recording and self.order:
-            self.recording = False
-            self.position = {name: i for i, name in enumerate(self.order)}
-            self.last = self.order[-1]
-            ordered = [self.flat[n] for n in self.order if n in self.flat]
-            missing = [u for u in self.gatherer.units if u not in ordered]
-            self.reducer.order = [*reversed(ordered), *missing]
-
     def split_schedule(self, num_first: int) -> tuple[list[FlatUnit], list[FlatUnit]]:
-        """The units that a forward needs first, and all others."""
-        first = [self.flat[n] for n in self.order if n in self.flat][:num_first]
-        return first, [u for u in self.gatherer.units if u not in first]
+        """The trainable units that a forward needs first, and all others."""
+        first = [self.flat[n] for n in dict.fromkeys(self.schedule.order) if n in self.flat][:num_first]
+        return first, [u for u in self.flat.values() if u not in first]
 
     # --- registration ------------------------------------------------------------------------------------------------
 
     def _register(self, f: Found) -> None:
         name = f.unit.name
         self.handles.append(f.module.register_forward_pre_hook(lambda *_: self._pre_forward(name)))
-        self.handles.append(
-            f.module.register_forward_hook(lambda _m, _a, out: self._post_forward(name, out))
-        )
+        self.handles.append(f.module.register_forward_hook(lambda _m, _a, out: self._post_forward(name, out)))
         if name in self.flat:
             unit = self.flat[name]
             for i, p in enumerate(unit.params):
-                self.handles.append(
-                    p.register_post_accumulate_grad_hook(lambda _p, u=unit, i=i: self._landed(u, i))
-                )
+                self.handles.append(p.register_post_accumulate_grad_hook(lambda _p, u=unit, i=i: self._landed(u, i)))
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
+    def _start_forward(self) -> None:
+        """A forward of the whole model begins."""
+        if in_backward():
+            return
+        self.depth += 1
+        if self.depth > 1:
+            return
+        self.running.clear()
+        for unit in self.gatherer.units:
+            if unit in self.early:
+                self.gatherer.need(unit)
+        if torch.is_grad_enabled():
+            self.training = True
+            self.schedule.start_forward()
+            self.calls.start_forward()
+
+    def _end_forward(self, *, failed: bool) -> None:
+        """It ended: a training forward takes part in the gathers of units it did not run, and fixes the schedule."""
+        if in_backward() or self.depth == 0:
+            return
+        self.depth = 0 if failed else self.depth - 1
+        if self.depth:
+            return
+        training, self.training = self.training, False
+        if failed:
+            self._close_windows(everything=True)
+        if failed or not training:
+            return
+        for name in self.schedule.rest_of_forward():
+            self._fetch(name)
+        if self.schedule.recording:
+            collectives = self.gatherer.collectives
+            seen = [text.split("\n") if text else [] for text in collectives.exchange("\n".join(self.schedule.ran))]
+            self.schedule.settle(seen, collectives.mesh.rank)
+            self.last = next((n for n in reversed(self.schedule.order) if n in self.schedule.ran), self.last)
+            self.order_reduces()
+        self.schedule.start_backward()
+
+    def order_reduces(self) -> None:
+        """Reduce last units first, and those that are used outside their modules after all others."""
+        units = [self.flat[n] for n in dict.fromkeys(self.schedule.order) if n in self.flat]
+        self.reducer.order = sorted(reversed(units), key=lambda u: u in self.deferred)
+
+    def look_for_uses(self, loss: Tensor) -> None:
+        """Before the first backward: learn which units are read outside their modules, and refuse where they can't be."""
+        spans, self.spans = self.spans, None
+        if spans is None or not loss.requires_grad:
+            return
+        outside = uses_outside(loss, list(self.flat.values()), self.users, spans)
+        for param, unit in outside.items():
+            if unit.slot is not None:
+                raise ZplanError(
+                    f"parameter `{param}` is used outside the forward of its unit `{unit.name}`, where stage 3 has not gathered it",
+                    f'pass `resident=["{unit.name}"]` (or a pattern such as `layers.*`) to `zplan.initialize`; for an L2 term '
+                    "use `weight_decay`",
+                )
+        self.early = self.deferred = set(outside.values())
+        self.order_reduces()
+
     def _pre_forward(self, name: str) -> None:
-        if not in_backward():
+        if in_backward():
+            call = self.calls.recomputed(name)
+            if call is not None:
+                self._begin_backward(call)
+            self._open(name)
+            return
+        training = self.training or torch.is_grad_enabled()
+        if training:
+            self.reducer.fresh = self.reducer.forwarded = True
+        if self.training:
             self._follow(name)
-            self.phase(f"forward.{name}")
-        for unit in self.needs[name]:
-            self.gatherer.need(unit)
-        if not in_backward() and torch.is_grad_enabled():
-            self._prefetch(name, step=1)
+        self.phase(f"forward.{name}")
+        self._open(name)
+        self.running.append((name, self._waiting_call(name) if training else None))
+        if self.spans is not None:
+            self.spans.enter(name)
+        if self.training:
+            self._prefetch(self.schedule.next_forward())
+
+    def _follow(self, name: str) -> None:
+        """Hold a training forward to the schedule: take part in the gathers of units that were skipped."""
+        skipped = self.schedule.forward_to(name)
+        if skipped is None and not self.schedule.recording and self.gatherer.sharded:
+            late = next((u for u in self.needs[name] if not u.valid), None)
+            if late is not None:
+                raise ZplanError(
+                    f"unit `{late.name}` runs in another order than in the first step, which is fixed: {self._told()}",
+                    f'run units in one order in every step, or pass `resident=["{late.name}"]` to `zplan.initialize`',
+                )
+        for other in skipped or ():
+            self._fetch(other)
+
+    def _told(self) -> str:
+        order = self.schedule.order
+        return ", ".join(order[:3]) + (f", ... {order[-1]}" if len(order) > 3 else "")
+
+    def _waiting_call(self, name: str) -> Call:
+        return self.calls.begin(name, hidden=not torch.is_grad_enabled())
 
     def _post_forward(self, name: str, output: Any) -> None:
         if in_backward():
             return
-        if torch.is_grad_enabled():
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _g: self._pre_backward(name))
-        if name in self.flat:
-            self.gatherer.release(self.flat[name], spent=torch.is_grad_enabled() and self._retaken(name, later=True))
+        if self.spans is not None:
+            self.spans.leave(name)
+        call = None
+        while self.running and call is None:
+            last, call = self.running.pop()
+            if last == name:
+                break
+        if call is not None:
+            tensors = () if call.hidden else tuple(t for t in _tensors(output) if t.requires_grad)
+            if tensors or call.hidden:
+                self.calls.end(call)
+            for tensor in tensors:
+                tensor.register_hook(lambda _g, c=call: self._begin_backward(c))
+        for unit in self.own[name]:
+            self.gatherer.release(
+                unit, spent=self.training and self._retaken(unit, self.schedule.order[self.schedule.at :])
+            )
         if name == self.last:
             self.phase("loss")
 
-    def _follow(self, name: str) -> None:
-        """Record the schedule, or hold a training forward to it."""
-        if not torch.is_grad_enabled():
-            return
-        if self.recording:
-            if name not in self.order:
-                self.order.append(name)
-            return
-        if name not in self.position:
-            raise ZplanError(
-                f"unit `{name}` runs now but did not run in the first step, whose order is fixed: {self._told()}",
-                "run every unit in every training step",
-            )
-        self.at = self.position[name]
+    def _open(self, name: str) -> None:
+        """Make everything that a unit's module reads readable now."""
+        for unit in self.needs[name]:
+            self._make_room(unit)
+            self.gatherer.need(unit)
 
-    def _told(self) -> str:
-        return ", ".join(self.order[:3]) + (f", ... {self.order[-1]}" if len(self.order) > 3 else "")
+    def _fetch(self, name: str) -> None:
+        """Take part in a unit's gather without showing it."""
+        for unit in self.needs[name]:
+            self._make_room(unit)
+            self.gatherer.prefetch(unit)
 
-    def _retaken(self, name: str, *, later: bool) -> bool:
+    def _make_room(self, unit: FlatUnit) -> None:
+        """Before a gather: end the window of whoever is in the slot."""
+        if unit.slot is None or unit.valid:
+            return
+        holder = unit.slot.holder
+        if holder is not None and holder.open and not holder.summoned:
+            inside = next((n for n, _ in self.running if holder in self.own[n]), None)
+            if inside is not None and not in_backward():
+                raise ZplanError(
+                    f"unit `{unit.name}` runs inside unit `{inside}`, and both use the same ring slot",
+                    f'pass `resident=["{inside}"]` to `zplan.initialize`',
+                )
+            self.gatherer.release(holder, spent=False)
+
+    def _retaken(self, unit: FlatUnit, rest: Sequence[str]) -> bool:
         """Whether another unit takes this one's slot later in this pass, so that its values there are spent."""
-        slot = self.flat[name].slot
-        if self.recording or slot is None:
+        if self.schedule.recording or unit.slot is None:
             return False
-        at = self.position[name]
-        rest = self.order[at + 1 :] if later else self.order[:at]
-        return any(self.flat[n].slot is slot for n in rest if n in self.flat)
+        return any(other is not unit and other.slot is unit.slot for n in rest for other in self.own[n])
 
-    def _prefetch(self, name: str, *, step: int) -> None:
-        if self.recording:
-            return
-        at = self.position[name] + step
-        if 0 <= at < len(self.order):
-            for unit in self.needs[self.order[at]]:
-                if self.gatherer.can_prefetch(unit):
-                    self.gatherer.prefetch(unit)
+    def _prefetch(self, name: str | None) -> None:
+        for unit in self.needs[name] if name is not None else ():
+            if self.gatherer.can_prefetch(unit):
+                self.gatherer.prefetch(unit)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, name: str) -> None:
+    def _begin_backward(self, call: Call) -> None:
         self._join_task()
-        if name in self.entered:
+        if call.begun:
             return
-        self.entered.add(name)
+        name = call.unit
+        self.calls.begin_backward(call)
+        self.begun.add(name)
+        self._close_windows(everything=False)
+        self._close_spent()
+        if name in self.flat:
+            self.flat[name].landed.clear()
         self.phase(f"backward.{name}")
-        for unit in self.needs[name]:
-            self.gatherer.need(unit)
-        self._prefetch(name, step=-1)
+        for skipped in self.schedule.backward_to(name):
+            self._fetch(skipped)
+        self._open(name)
+        self._prefetch(self.schedule.next_backward())
+
+    def _close_windows(self, *, everything: bool) -> None:
+        """Release the units of modules that are not in the middle of their backward."""
+        for name in list(self.begun) if not everything else self.own:
+            if everything or not self.calls.active(name):
+                self.begun.discard(name)
+                for unit in self.own[name]:
+                    if unit.open:
+                        self._release(unit)
+
+    def _release(self, unit: FlatUnit) -> None:
+        spent = (
+            in_backward() and self._over(unit) and self._retaken(unit, self.schedule.order[: self.schedule.back + 1])
+        )
+        self.gatherer.release(unit, spent=spent)
+
+    def _over(self, unit: FlatUnit) -> bool:
+        return all(self.calls.over(name) for name in self.users[unit.name])
+
+    def _close_spent(self) -> None:
+        """Reduce, in their order, units whose backward is over though some of their parameters got no gradient."""
+        while True:
+            unit = self.reducer.awaited
+            if unit is None or unit in self.deferred or not self._over(unit):
+                return
+            self._close(unit)
 
     def _landed(self, unit: FlatUnit, index: int) -> None:
         self._join_task()
+        if self.reducer.reduced(unit):
+            raise ZplanError(
+                f"parameter `{unit.layout.entries[index].name}` got a gradient after its unit had been reduced: it is used outside "
+                "the forward of its module",
+                "call `engine.backward(loss)`, which looks for such uses in the first step, instead of `loss.backward()`",
+            )
         unit.landed.add(index)
-        if len(unit.landed) == len(unit.params):
-            self.reducer.retire()
-            self.phase(f"reduce.{unit.name}")
-            self.gatherer.release(unit, spent=self._retaken(unit.name, later=False))
-            self.reducer.land(unit)
+        if len(unit.landed) < len(unit.params) or unit in self.deferred:
+            return
+        if not any(self.calls.unbegun(name) for name in self.users[unit.name]):
+            self._close(unit)
+
+    def _close(self, unit: FlatUnit) -> None:
+        self.reducer.retire()
+        self.phase(f"reduce.{unit.name}")
+        if unit.open:
+            spent = self._retaken(unit, self.schedule.order[: self.schedule.back + 1])
+            self.gatherer.release(unit, spent=spent)
+        self.reducer.land(unit)
 
     def _join_task(self) -> None:
         """Once per backward: be told when it ends."""
         if not self.in_task:
             self.in_task = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self.reducer.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _end_backward(self) -> None:
-        for unit in self.gatherer.units:
-            if unit.slot is not None and unit.open:
-                self.gatherer.release(unit, spent=False)
+    def empty_backward(self) -> None:
+        """A backward of nothing: take part in what the other ranks do in theirs."""
+        self.reducer.begin()
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """Backward ended: take part in the gathers of skipped units, close all windows, reduce what never landed."""
+        for name in self.schedule.rest_of_backward(self.lowest):
+            self._fetch(name)
+        self._close_windows(everything=True)
         self.reducer.finish()
         self.reset_backward()
 
     def reset_backward(self) -> None:
-        self.entered.clear()
+        self.calls.clear()
+        self.begun.clear()
+        self.schedule.start_backward()
         self.in_task = False
 
 
@@ -207,5 +366,3 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif hasattr(output, "__dataclass_fields__"):
         for key in output.__dataclass_fields__:
             yield from _tensors(getattr(output, key))
-
-

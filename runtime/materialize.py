@@ -1,7 +1,7 @@
 """Cuts a module into flat units, one unit at a time, so that no rank holds more than one full fp32 unit beside its own.
 
 The source of a unit's values is the module itself, or, where it was built on the meta device, an initializer: the
-caller's `init(name, tensor)`, else each submodule's `reset_parameters()` run from the same seed on every rank.
+caller's `init(name, tensor)`, else the model's own (`fresh.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from zplan.planner.config import Choice
-from zplan.planner.errors import ZplanError
 from zplan.planner.placement import Placement, shards_states
 from zplan.runtime.arena import Arena
 from zplan.runtime.detect import Found
+from zplan.runtime.fresh import Fresh
 from zplan.runtime.unit import FlatUnit, Slot
 
 Initializer = Callable[[str, Tensor], None]
@@ -36,6 +36,7 @@ def make_ring(placements: list[Placement], choice: Choice, arena: Arena) -> dict
 
 
 def materialize(
+    model: nn.Module,
     found: list[Found],
     placements: list[Placement],
     choice: Choice,
@@ -47,30 +48,40 @@ def materialize(
 ) -> list[FlatUnit]:
     """Build every unit that owns parameters; afterwards no parameter has storage of its own."""
     ring = make_ring(placements, choice, arena)
-    by_name = {f.unit.name: f for f in found}
+    rows = {unit.name: (f, params) for f in found for unit, params in f.segments()}
+    fresh = Fresh(model, arena.device, seed)
     units = []
     for p in placements:
-        f = by_name[p.unit.name]
-        unit = FlatUnit(p, f.params, rank)
+        f, params = rows[p.unit.name]
+        unit = FlatUnit(p, params, rank)
         if p.ringed:
             unit.slot = ring[p.size_class, p.slot]
-        full = _full_values(f, p, arena.device, init, seed)
+        full = _full_values(f, unit, arena.device, init, fresh)
         _cut(unit, full, choice, arena)
         del full
-        unit.make_views(COMPUTE_DTYPE[choice.precision], arena, closes=shards_states(choice))
+        unit.make_views(_dtype(unit, choice), arena, closes=shards_states(choice) and p.closes)
         _hand_over(unit, arena.device)
         units.append(unit)
+    fresh.fill_buffers()
     return units
 
 
+def _dtype(unit: FlatUnit, choice: Choice) -> torch.dtype:
+    """Frozen integers keep theirs; everything else takes the compute dtype."""
+    if unit.placement.unit.itemsize is not None:
+        return unit.params[0].dtype
+    return COMPUTE_DTYPE[choice.precision]
+
+
 @torch.no_grad()
-def _full_values(f: Found, p: Placement, device: torch.device, init: Initializer | None, seed: int) -> Tensor:
-    """The unit's padded flat values in fp32, on the device."""
-    full = torch.zeros(p.layout.padded_numel, dtype=torch.float32, device=device)
-    on_meta = [q.is_meta for q in f.params]
-    if any(on_meta) and init is None:
-        _reset(f, device, seed)
-    for row, q, entry in zip(p.unit.params, f.params, p.layout.entries, strict=True):
+def _full_values(f: Found, unit: FlatUnit, device: torch.device, init: Initializer | None, fresh: Fresh) -> Tensor:
+    """The unit's padded flat values, in fp32 (integers in their own dtype), on the device."""
+    p = unit.placement
+    dtype = torch.float32 if p.unit.itemsize is None else unit.params[0].dtype
+    full = torch.zeros(p.layout.padded_numel, dtype=dtype, device=device)
+    if any(q.is_meta for q in unit.params) and init is None:
+        fresh.reset(f)
+    for row, q, entry in zip(p.unit.params, unit.params, p.layout.entries, strict=True):
         view = full[entry.offset : entry.end].view(row.shape)
         if q.is_meta:
             assert init is not None
@@ -80,32 +91,21 @@ def _full_values(f: Found, p: Placement, device: torch.device, init: Initializer
     return full
 
 
-def _reset(f: Found, device: torch.device, seed: int) -> None:
-    """Give a unit that was built on meta its initial values by its own `reset_parameters`, equally on all ranks."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        for name, module in f.module.named_modules():
-            own = dict(module.named_parameters(recurse=False))
-            if not any(q.is_meta for q in own.values()):
-                continue
-            if not hasattr(module, "reset_parameters"):
-                raise ZplanError(
-                    f"`{name or f.unit.name}` was built on the meta device and has no `reset_parameters`",
-                    "pass `init=` to `zplan.initialize`: a function of (name, tensor) that fills one parameter",
-                )
-            for q in own.values():
-                torch.utils.swap_tensors(q, nn.Parameter(torch.empty(q.shape, dtype=torch.float32, device=device)))
-            module.reset_parameters()
-
-
 @torch.no_grad()
 def _cut(unit: FlatUnit, full: Tensor, choice: Choice, arena: Arena) -> None:
     """Keep what this rank keeps of the full values: flat buffer, master slices, moments."""
-    p, name = unit.placement, unit.placement.size_class
+    p, name, dtype = unit.placement, unit.placement.size_class, _dtype(unit, choice)
     if not p.ringed:
-        unit.flat = arena.take(f"params.flat.{name}", p.layout.padded_numel, COMPUTE_DTYPE[choice.precision])
+        line = "params.frozen.whole" if p.frozen else "params.flat"
+        unit.flat = arena.take(f"{line}.{name}", p.layout.padded_numel, dtype)
         unit.flat.copy_(full)
         unit.whole = True
+    if p.has_shard:
+        unit.shard = arena.take(f"params.frozen.shard.{name}", p.owned_numel, dtype)
+        for piece in unit.layout.pieces:
+            unit.shard_of(unit.shard, piece).copy_(unit.own(full, piece))
+    if p.frozen:
+        return
     if p.has_master:
         unit.master = arena.take(f"optim.master.{name}", p.owned_numel, torch.float32)
         if shards_states(choice):
@@ -133,11 +133,6 @@ def _hand_over(unit: FlatUnit, device: torch.device) -> None:
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Put buffers on the device in their own dtype (rotary tables stay fp32)."""
-    for name, module in model.named_modules():
+    for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                raise ZplanError(
-                    f"buffer `{f'{name}.{key}' if name else key}` is on the meta device and has no values",
-                    "build the module's buffers on a real device, or fill them before `zplan.initialize`",
-                )
             setattr(module, key, buffer.to(device))

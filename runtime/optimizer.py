@@ -15,10 +15,11 @@ from torch import Tensor
 from zplan.cuda_ops import compiler
 from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig
+from zplan.planner.errors import ZplanError
 from zplan.planner.layout import Piece
 from zplan.planner.placement import shards_states
 from zplan.planner.states import NUM_SCALARS, norm_bytes, num_slices, table_bytes
-from zplan.runtime.adamw import Hyper, KernelAdamW, Row, Scalars, TorchAdamW
+from zplan.runtime.adamw import Hyper, KernelAdamW, Row, Scalars, TorchAdamW, clip_scalars
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.unit import FlatUnit
@@ -60,24 +61,72 @@ class ShardedAdamW:
         for u in reversed(units):
             self.first_row[u] = at
             at += len(self._pieces(u))
+        self.weighted: bool | None = None
+        """Whether gradients of this step are weighted by tokens; None before its first backward."""
+        self.measured = False
 
     @property
     def norm(self) -> Tensor:
         return self.scalars.norm
 
+    @property
+    def applied(self) -> Tensor:
+        """0-dim fp32 tensor: steps applied, those skipped not counted."""
+        return self.scalars.applied
+
     def landed(self, unit: FlatUnit) -> None:
         """A unit's gradients are reduced for the last time; called on the stream that reduced them."""
         self.math.landed(self.first_row[unit], [self._grad(unit, piece) for piece in self._pieces(unit)])
 
+    def weigh(self, num_tokens: int | None, *, again: bool) -> None:
+        """Note what a backward's loss is the mean of: tokens, or (None) one micro-batch like any other.
+
+        `again` is a further loss of the same forward, whose tokens are counted.
+        """
+        if self.weighted is None:
+            self.weighted = num_tokens is not None
+            self.scalars.tokens.zero_()
+        if self.weighted != (num_tokens is not None):
+            raise ZplanError(
+                "`num_tokens` was given to some backward calls of this step and not to others",
+                "give it to all of them, or to none",
+            )
+        if num_tokens is not None and not again:
+            self.scalars.tokens.add_(num_tokens)
+
     @torch.no_grad()
-    def measure(self, collectives: Collectives) -> None:
-        """Global norm, clip coefficient, divisor and skip flag. See [Note: averaging] in `runtime/adamw.py`."""
+    def measure(self, collectives: Collectives, *, clip: float | None = None) -> None:
+        """Global norm, clip coefficient, divisor and skip flag. See [Note: averaging] in `runtime/adamw.py`.
+
+        `clip` stands for the config's `gradient_clipping` in this step; a second call in a step changes nothing else.
+        """
+        s, limit = self.scalars, self.training.clip if clip is None else clip
+        mean = 1.0 if self.weighted else 1.0 / (self.choice.world_size * self.choice.accumulation)
+        if self.measured and clip is None:
+            return
+        if self.measured:
+            clip_scalars(s, mean=mean, clip=limit)
+        else:
+            self._settle(collectives, mean, limit)
+        if self.weighted:
+            s.scale.mul_(s.tokens)
+        self.measured = True
+
+    def _settle(self, collectives: Collectives, mean: float, clip: float) -> None:
+        s = self.scalars
         grads = [self._grad(u, piece) for u in self.units for piece in self._pieces(u)]
-        total = self.math.square_sum(grads, self.scalars, device=self.choice.device)
+        total = self.math.square_sum(grads, s, device=self.choice.device)
         if shards_states(self.choice):
             collectives.all_reduce(total, "gradient norm")
-        mean = 1.0 / (self.choice.world_size * self.choice.accumulation)
-        self.math.settle(total, self.scalars, mean=mean, clip=self.training.clip)
+        if self.weighted:
+            if self.choice.world_size > 1:
+                collectives.all_reduce(s.tokens, "tokens")
+            total.div_(s.tokens).div_(s.tokens)
+        self.math.settle(total, s, mean=mean, clip=clip)
+
+    def finish(self) -> None:
+        """The step is over."""
+        self.measured, self.weighted = False, None
 
     @torch.no_grad()
     def update(self, units: Sequence[FlatUnit]) -> None:

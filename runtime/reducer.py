@@ -38,24 +38,48 @@ class Reducer:
         self.next = 0
         self.ready: set[FlatUnit] = set()
         self.landed: Callable[[FlatUnit], None] | None = None
-        """Called on the reduce stream when a unit's gradients are reduced for the last time before a step."""
+        """Called on the reduce stream after a reduce of the last micro-step; the last call for a unit counts."""
         self.slot: Tensor | None = None
         self.retained: list[tuple[str, Tensor]] = []
         """(size class, gradient) of the unit that was reduced last."""
         self.copied: torch.cuda.Event | None = None
         self.slot_numel = max((u.layout.max_piece_numel for u in units), default=0)
         self.micro_step = 0
+        """Micro-steps that have ended in this step."""
+        self.fresh = False
+        """A forward has run since the last micro-step ended: the next backward is that of another micro-step."""
+        self.forwarded = False
+        """A forward has run since the last backward."""
+        self.held = False
+        """More backward calls of this micro-step follow (`no_sync`): add up, and sum over ranks only where nothing else will do."""
         if choice.accumulation > 1:
             for u in units:
                 self._take_grad(u)
 
     @property
-    def first_micro_step(self) -> bool:
-        return self.micro_step == 0
+    def awaited(self) -> FlatUnit | None:
+        """The unit whose reduce comes next in this backward."""
+        return self.order[self.next] if self.next < len(self.order) else None
+
+    def reduced(self, unit: FlatUnit) -> bool:
+        """Whether this backward has reduced a unit, so that further gradients of it come too late."""
+        return unit in self.ready and unit not in self.order[self.next :]
+
+    def begin(self) -> None:
+        """A backward begins. After a step, whatever comes first opens a micro-step."""
+        if self.micro_step == 0:
+            self.fresh = True
 
     @property
-    def last_micro_step(self) -> bool:
-        return self.micro_step == self.choice.accumulation - 1
+    def sums_ranks(self) -> bool:
+        """Whether whole gradients are summed over ranks in this backward: it ends the last micro-step."""
+        return self.choice.world_size > 1 and not self.held and self.in_last_micro_step
+
+    @property
+    def in_last_micro_step(self) -> bool:
+        """Whether the step follows, after this backward or one that adds to it."""
+        index = self.micro_step if self.fresh else self.micro_step - 1
+        return index >= self.choice.accumulation - 1
 
     @torch.no_grad()
     def land(self, unit: FlatUnit) -> None:
@@ -83,13 +107,17 @@ class Reducer:
         self._drop_slot()
         self.next = 0
         self.ready.clear()
-        self.micro_step += 1
+        self.forwarded = False
+        if self.fresh and not self.held:
+            self.micro_step += 1
+            self.fresh = False
 
     def drop(self) -> None:
         """After the optimizer step: late gradients go, persistent ones stay to be overwritten."""
         self.micro_step = 0
-        if self.choice.accumulation == 1:
-            for u in self.units:
+        for u in self.units:
+            u.filled = u.summed = False
+            if self.choice.accumulation == 1:
                 u.grad = None
 
     def abandon(self) -> None:
@@ -132,15 +160,21 @@ class Reducer:
                 self._reduce_through_slot(unit, landed, grad, self.slot)
             else:
                 self._reduce_in_place(unit, landed, grad)
-            if self.landed is not None and self.last_micro_step:
+            if self.landed is not None and self.in_last_micro_step:
                 self.landed(unit)
         self.retained = [(unit.placement.size_class, g) for g in landed if g is not None]
 
     def _reduce_in_place(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor) -> None:
-        """Accumulate whole gradients; at the last micro-step sum them over ranks where there are any."""
-        unit.copy_grads(landed, grad, 0, unit.layout.padded_numel, add=not self.first_micro_step)
+        """Accumulate whole gradients; in the last micro-step sum them over ranks where there are any.
+
+        Gradients that come after that sum are added to it on the rank that owns a slice (rank 0 at stage 0), and summed again.
+        """
+        if unit.summed:
+            self._keep_one_copy(unit, grad)
+        unit.copy_grads(landed, grad, 0, unit.layout.padded_numel, add=unit.filled)
+        unit.filled, unit.summed = True, self.sums_ranks
         self.copied = self.streams.mark()
-        if self.choice.world_size == 1 or not self.last_micro_step:
+        if not self.sums_ranks:
             return
         for piece in unit.layout.pieces:
             part = grad[piece.offset : piece.offset + piece.numel]
@@ -149,6 +183,17 @@ class Reducer:
             else:
                 self.collectives.reduce_scatter(unit.own(grad, piece), part, unit.name)
 
+    def _keep_one_copy(self, unit: FlatUnit, grad: Tensor) -> None:
+        """Zero what another rank holds as well, so that the next sum over ranks counts it once."""
+        for piece in unit.layout.pieces:
+            start, end = unit.layout.own(piece, unit.rank)
+            if self.choice.stage == 0:
+                start, end = (
+                    (piece.offset, piece.offset + piece.numel) if unit.rank == 0 else (piece.offset, piece.offset)
+                )
+            grad[piece.offset : start].zero_()
+            grad[end : piece.offset + piece.numel].zero_()
+
     def _reduce_through_slot(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor) -> None:
         """Piece by piece: copy into the slot, reduce-scatter into the gradient shard."""
         for piece in unit.layout.pieces:
@@ -156,10 +201,11 @@ class Reducer:
             unit.copy_grads(landed, part, piece.offset, piece.offset + piece.numel, add=False)
             self.copied = self.streams.mark()
             shard = unit.shard_of(grad, piece)
-            if self.first_micro_step:
+            if not unit.filled:
                 self.collectives.reduce_scatter(shard, part, unit.name)
             else:
                 per_rank = piece.numel // self.choice.world_size
                 own = part[unit.rank * per_rank : (unit.rank + 1) * per_rank]
                 self.collectives.reduce_scatter(own, part, unit.name)
                 shard.add_(own)
+        unit.filled = True

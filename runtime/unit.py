@@ -40,6 +40,7 @@ class FlatUnit:
         self.slot: Slot | None = None
         self.flat: Tensor | None = None  # 1D, compute dtype, padded_numel; resident units only
         self.master: Tensor | None = None  # 1D fp32, owned_numel; see [Note: masters] in planner/placement.py
+        self.shard: Tensor | None = None  # 1D, compute dtype, owned_numel; ringed frozen units only
         self.exp_avg: Tensor | None = None  # 1D fp32, owned_numel
         self.exp_avg_sq: Tensor | None = None  # 1D fp32, owned_numel
         self.grad: Tensor | None = None  # 1D fp32, the shard or everything, while it lives
@@ -52,6 +53,10 @@ class FlatUnit:
         self.summoned = False
         """Shown whole by `summon`, which alone ends that."""
         self.copier: GradCopy | None = None
+        self.filled = False
+        """`grad` holds gradients of this step, to be added to."""
+        self.summed = False
+        """They have been summed over ranks (whole gradients only)."""
         self.landed: set[int] = set()
         """Indices of parameters whose gradient of this backward is there."""
 
@@ -88,8 +93,9 @@ class FlatUnit:
         for piece in self.layout.pieces:
             own = self.own(full, piece)
             if full is not self.flat:
-                assert self.master is not None, f"ringed unit {self.name} has no master"
-                own.copy_(self.shard_of(self.master, piece))
+                source = self.master if self.shard is None else self.shard
+                assert source is not None, f"ringed unit {self.name} has no master"
+                own.copy_(self.shard_of(source, piece))
             pairs.append((full[piece.offset : piece.offset + piece.numel], own))
         return pairs
 

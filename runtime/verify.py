@@ -85,7 +85,9 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             if tensor is not None:
                 yield f"optim.{attribute}.{name}", tensor
         if u.flat is not None:
-            yield f"params.flat.{name}", u.flat
+            yield f"params.{'frozen.whole' if u.placement.frozen else 'flat'}.{name}", u.flat
+        if u.shard is not None:
+            yield f"params.frozen.shard.{name}", u.shard
         if u.slot is not None and id(u.slot) not in seen_slots:
             seen_slots.add(id(u.slot))
             yield f"params.ring.{name}", u.slot.buffer

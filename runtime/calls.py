@@ -1,0 +1,176 @@
+"""Which calls of units still wait for their backward, and the order in which a training pass makes them.
+
+[Note: time] Autograd runs the nodes that are ready in the reverse of the order in which they were made. So when the gradient
+of a call's output is there, everything that was made after that output has run: every call that began later has ended its
+backward, whether all of its parameters were used or none. That closes a unit whose parameters got no gradient, and a frozen one,
+without waiting for the end of backward.
+
+[Note: hidden calls] Reentrant checkpointing runs a module under `no_grad` inside a training pass and again in backward. Such a
+call has no output to hook; its backward begins at the forward of the recompute, and the time of that is known to be past only for
+calls that have begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zplan.planner.errors import ZplanError
+
+NEVER = 2**62
+
+
+@dataclass(eq=False)
+class Call:
+    """One run of a unit's module in a training forward; `enter` and `exit` are ticks of one clock."""
+
+    unit: str
+    enter: int
+    hidden: bool
+    siblings: list[Call] = field(repr=False)
+    """Calls of the same forward, itself among them."""
+    exit: int = NEVER
+    begun: bool = False
+    """Its backward has begun."""
+
+
+class Calls:
+    """The calls that wait for their backward, by unit. See [Note: time]."""
+
+    def __init__(self) -> None:
+        self.clock = 0
+        self.waiting: dict[str, list[Call]] = {}
+        self.current: list[Call] = []
+        self.begun: list[Call] = []
+
+    def start_forward(self) -> None:
+        """Calls from here on are of another forward."""
+        self.current = []
+
+    def begin(self, unit: str, *, hidden: bool) -> Call:
+        self.clock += 1
+        return Call(unit, self.clock, hidden, self.current)
+
+    def end(self, call: Call) -> None:
+        """The forward of a call ended, and its backward may come."""
+        self.clock += 1
+        call.exit = self.clock
+        call.siblings.append(call)
+        self.waiting.setdefault(call.unit, []).append(call)
+
+    def recomputed(self, unit: str) -> Call | None:
+        """The hidden call that a recompute stands for: the latest one that has not begun."""
+        left = [c for c in self.waiting.get(unit, ()) if c.hidden and not c.begun]
+        return left[-1] if left else None
+
+    def begin_backward(self, call: Call) -> None:
+        """Mark a call as begun, and forget those that are over by now."""
+        if call not in self.waiting.get(call.unit, ()):
+            # An earlier backward, of another forward or of the same graph, has forgotten these.
+            for c in call.siblings:
+                self.waiting.setdefault(c.unit, []).append(c)
+        call.begun = True
+        self.begun.append(call)
+        for waiting in self.waiting.values():
+            waiting[:] = [c for c in waiting if c.enter < call.exit or (call.hidden and not c.begun)]
+
+    def active(self, unit: str) -> bool:
+        """Whether a call of the unit is in the middle of its backward."""
+        return any(c.begun for c in self.waiting.get(unit, ()))
+
+    def unbegun(self, unit: str) -> bool:
+        """Whether a call of the unit has its backward before it."""
+        return any(not c.begun for c in self.waiting.get(unit, ()))
+
+    def over(self, unit: str) -> bool:
+        return not self.waiting.get(unit)
+
+    def clear(self) -> None:
+        """A backward ended. Whatever waits on is taken up again when its own backward begins."""
+        for call in self.begun:
+            call.begun = False
+        self.begun.clear()
+        self.waiting.clear()
+        self.current = []
+
+
+class Schedule:
+    """The order of calls in a training pass: guessed from the module tree at first, then as the first pass ran.
+
+    Gathers follow the schedule and not the calls: where a rank skips a unit, it takes part in the unit's gather all the same when it
+    reaches the next one, so that ranks which route differently stay together.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.order = list(names)
+        self.recording = True
+        self.ran: list[str] = []
+        self.at = 0
+        self.back = len(names) - 1
+
+    def start_forward(self) -> None:
+        self.at = 0
+        self.ran.clear()
+
+    def start_backward(self) -> None:
+        self.back = len(self.order) - 1
+
+    def forward_to(self, name: str) -> list[str] | None:
+        """A call begins: the units that this rank has skipped on the way to it; None where it is not ahead."""
+        if self.recording:
+            self.ran.append(name)
+        if name not in self.order[self.at :]:
+            return None
+        position = self.order.index(name, self.at)
+        skipped, self.at = self.order[self.at : position], position + 1
+        return skipped
+
+    def backward_to(self, name: str) -> list[str]:
+        """The backward of a call begins: the units skipped on the way back to it."""
+        if self.recording or name not in self.order[: self.back + 1]:
+            return []
+        position = self.back - self.order[: self.back + 1][::-1].index(name)
+        skipped, self.back = self.order[position + 1 : self.back + 1][::-1], position - 1
+        return skipped
+
+    def rest_of_forward(self) -> list[str]:
+        rest, self.at = self.order[self.at :], len(self.order)
+        return rest
+
+    def rest_of_backward(self, lowest: str) -> list[str]:
+        """Units that are still to come back to, down to the first one with something to train."""
+        if self.recording or lowest not in self.order:
+            return []
+        end = self.order.index(lowest)
+        rest, self.back = self.order[end : self.back + 1][::-1], min(self.back, end - 1)
+        return rest
+
+    def next_forward(self) -> str | None:
+        return self.order[self.at] if self.at < len(self.order) and not self.recording else None
+
+    def next_backward(self) -> str | None:
+        return self.order[self.back] if self.back >= 0 and not self.recording else None
+
+    def settle(self, seen: Sequence[Sequence[str]], rank: int) -> None:
+        """End of the first training forward: fix the order, given what every rank ran.
+
+        Where ranks skipped different units, the module order stands, which all of them followed.
+        """
+        mine = list(seen[rank])
+        if any(list(other) != mine for other in seen):
+            for other, ran in enumerate(seen):
+                if not _is_subsequence(ran, self.order):
+                    odd = next(i for i, name in enumerate(ran) if not _is_subsequence(ran[: i + 1], self.order))
+                    raise ZplanError(
+                        f"ranks ran units in different orders in the first step: rank {other} ran `{ran[odd]}` as number {odd}",
+                        "every rank must run the same modules in the same order; skipping some is fine",
+                    )
+        elif not _is_subsequence(mine, self.order):
+            self.order = mine + [name for name in self.order if name not in mine]
+        self.recording = False
+        self.at = len(self.order)
+
+
+def _is_subsequence(part: Sequence[str], whole: Sequence[str]) -> bool:
+    rest = iter(whole)
+    return all(name in rest for name in part)

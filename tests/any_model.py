@@ -1,0 +1,133 @@
+"""Training of any model under the engine beside the same micro-batches in one plain process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zplan.runtime.engine import Engine, initialize
+
+# A gradient that is zero but for rounding (a key's bias under softmax) would be blown up to +-lr by a smaller eps.
+ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-4, "weight_decay": 0.1}
+CLIP = 1.0
+VOCAB, SEQ, MICRO_BATCH = 61, 8, 2
+
+Batch = dict[str, Tensor]
+
+
+def config(stage: int, accumulation: int = 1, *, precision: str = "fp32", **zplan: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 65536},
+        "zplan": zplan,
+    }
+
+
+def tokens(step: int, rank: int, micro_step: int, *, seq: int = SEQ) -> Batch:
+    """Token ids and labels (MICRO_BATCH, seq)."""
+    g = torch.Generator().manual_seed(step * 10_000 + rank * 100 + micro_step)
+    ids = torch.randint(0, VOCAB, (MICRO_BATCH, seq), generator=g)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def find(path: str) -> Callable[..., Any]:
+    """`module:function`, since functions of test files travel to ranks by name."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    out = model(**batch)
+    return out if isinstance(out, Tensor) else out.loss
+
+
+def train(
+    rank: int,
+    world_size: int,
+    build: str,
+    args: tuple[Any, ...],
+    config: dict[str, Any],
+    steps: int,
+    batches: str = "any_model:tokens",
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Losses and norms of this rank, and the whole final parameters."""
+    make = find(batches)
+    engine, *_ = initialize(model=find(build)(*args), config=config, **{"checked": True, **(options or {})})
+    losses, norms = [], []
+    for step in range(steps):
+        for k in range(engine.choice.accumulation):
+            loss = loss_of(engine, make(step, rank, k))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norms.append(engine.grad_norm.item())
+    out = {"losses": losses, "norms": norms, "params": whole(engine), "units": [u.name for u in engine.units]}
+    out["ringed"] = [u.name for u in engine.units if u.placement.ringed]
+    engine.close()
+    return out
+
+
+def train_each(rank: int, world_size: int, cases: dict[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
+    """`train` for several cases in one start of the ranks: starting costs more than a tiny training."""
+    return {name: train(rank, world_size, *case) for name, case in cases.items()}
+
+
+def whole(engine: Engine) -> dict[str, Any]:
+    with engine.summon():
+        return {n: p.detach().float().numpy().copy() for n, p in engine.module.named_parameters()}
+
+
+def reference(
+    build: str,
+    args: tuple[Any, ...],
+    *,
+    steps: int,
+    world_size: int,
+    accumulation: int = 1,
+    batches: str = "any_model:tokens",
+) -> dict[str, Any]:
+    """The same in one process, fp32, plain torch: mean over ranks and micro-steps, clip, AdamW."""
+    make, model = find(batches), find(build)(*args)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, **ADAMW)
+    count = world_size * accumulation
+    losses, norms = [], []
+    for step in range(steps):
+        step_losses = []
+        for k in range(accumulation):
+            for rank in range(world_size):
+                loss = loss_of(model, make(step, rank, k))
+                (loss / count).backward()
+                step_losses.append(loss.item())
+        for p in params:
+            # A parameter that no rank used has a zero gradient here, not none: weight decay acts on it alike.
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        norms.append(torch.nn.utils.clip_grad_norm_(params, CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(step_losses) / count)
+    return {"losses": losses, "norms": norms, "params": {n: p.detach().numpy() for n, p in model.named_parameters()}}
+
+
+def equal(results: list[dict[str, Any]], expected: dict[str, Any], *, relative: float = 1e-6) -> None:
+    """Losses, norms and final parameters of every rank against the reference."""
+    import numpy as np
+    import pytest
+
+    steps = len(expected["losses"])
+    per_step = [np.mean([r["losses"] for r in results], axis=0).reshape(steps, -1).mean(axis=1)]
+    assert list(per_step[0]) == pytest.approx(expected["losses"], rel=relative)
+    for r in results:
+        assert r["norms"] == pytest.approx(expected["norms"], rel=5 * relative)
+        assert r["params"].keys() == expected["params"].keys()
+        for name, value in expected["params"].items():
+            assert np.allclose(r["params"][name], value, rtol=1e-5, atol=2e-6), name
