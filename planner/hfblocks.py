@@ -43,8 +43,6 @@ class Style:
         Embeddings are multiplied by a number.
     rotary_fp32
         Tables and rotation are in fp32.
-    eager_only
-        The class refuses fused attention.
     masks, tables
         How many of each a model makes, for layers of different kinds.
     attention
@@ -61,7 +59,6 @@ class Style:
     scaled: bool = False
     rotation: Rotation | None = rotate
     rotary_fp32: bool = False
-    eager_only: bool = False
     masks: int = 1
     tables: int = 1
     attention: tuple[str, str] = ("self_attn", "o_proj")
@@ -81,7 +78,7 @@ STYLES: dict[str, Style] = {
     "mixtral": Style(),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
     "gemma2": Style(
-        norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2, eager_only=True
+        norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2
     ),
     "gemma3_text": Style(
         norm="gemma",

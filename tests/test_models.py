@@ -299,3 +299,14 @@ def test_every_type_is_estimated_and_only_runnable_ones_are_planned(kind):
         with pytest.raises(ZplanError, match="`model_type` of .* is estimate only"):
             plan(name, gpus=64, mem="200GiB")
         assert any("estimate only" in x for x in found.notes)
+
+
+def test_classes_with_windows_are_estimated_with_eager_attention_unless_asked():
+    found = estimate("gemma-3-1b", gpus=1, mem=80)
+    assert found.row.choice.attention == "eager" and found.row.choice.seq == 2048
+    asked = estimate("gemma-3-1b", gpus=1, mem=80, attention="sdpa", seq=256)
+    assert asked.longest_seq == 511
+    with pytest.raises(ZplanError, match="windows of 512 tokens"):
+        estimate("gemma-3-1b", gpus=1, mem=80, attention="sdpa", seq=512)
+    with pytest.raises(ZplanError, match="`gemma2` refuses fused attention"):
+        estimate("gemma-2-2b", gpus=1, mem=80, attention="sdpa")
