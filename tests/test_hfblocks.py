@@ -10,7 +10,7 @@ import torch
 from phases import DTYPES, mark_phases
 from torch import nn
 
-from zplan.planner.activations import activation_lines
+from zplan.planner.activations import activation_lines, counted
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
@@ -193,3 +193,25 @@ def test_lines_of_classes_are_estimates():
     spec = ModelSpec("m", decoder_units(arch), arch)
     lines = activation_lines(spec, choose(1, 8, "bf16", "none"), timeline(spec.units).phases)
     assert {x.source for x in lines} == {"estimate"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_laws_on_cuda(name):
+    config = SMALL | {"num_hidden_layers": 5, "max_position_embeddings": 8192, "head_dim": 64} | CASES[name]
+    if config["hidden_size"] // config["num_attention_heads"] < 64:
+        config |= {"hidden_size": 256, "word_embed_proj_dim": 256}
+    start = replace(choose(2, 1024, "bf16", "none", "eager"), device="cuda")
+    held = predicted(config, start)
+    for larger in (replace(start, micro_batch=3), replace(start, seq=1025)):
+        assert all(predicted(config, larger)[p] >= n for p, n in held.items())
+    full = predicted(config, replace(start, checkpointing="full"))
+    assert max(full.values()) < max(held.values())
+    if not name.startswith("gemma2") and name != "gemma3_text":
+        assert max(predicted(config, replace(start, attention="sdpa")).values()) < max(held.values())
+
+
+def test_layers_of_two_kinds_are_not_counted():
+    config = SMALL | CASES["qwen3_moe"]
+    for changes, expected in (({}, True), ({"decoder_sparse_step": 2}, False)):
+        arch, _ = read_architecture(config | changes, "m")
+        assert counted(ModelSpec("m", decoder_units(arch), arch)) is expected
