@@ -79,14 +79,19 @@ class UnitProfile:
     detail: tuple[tuple[str, int], ...]
 
 
+def type_counted(model_type: str) -> bool:
+    """Whether there is an op list for a Hugging Face class."""
+    from zplan.planner.hfblocks import STYLES
+
+    return model_type == "bert" or model_type in STYLES
+
+
 def counted(spec: ModelSpec) -> bool:
     """Whether there is an op list for a model; without one it has no activation lines at all."""
     arch = spec.arch
     if arch is None or arch.runnable:
         return arch is not None
-    from zplan.planner.hfblocks import STYLES
-
-    return arch.family in STYLES and not arch.dense_layers
+    return type_counted(arch.family) and not arch.dense_layers
 
 
 def prefers_eager(arch: Architecture) -> bool:
@@ -94,7 +99,11 @@ def prefers_eager(arch: Architecture) -> bool:
     return not arch.runnable and bool(arch.trait("window"))
 
 
-def _class_tape() -> type[StepTape]:
+def _class_tape(arch: Architecture) -> type[StepTape]:
+    if arch.family == "bert":
+        from zplan.planner.hfbert import BertTape
+
+        return BertTape
     from zplan.planner.hftape import ClassTape
 
     return ClassTape
@@ -162,7 +171,7 @@ def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
 def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
-    if arch.family in ("gpt2", "opt") and choice.seq > arch.max_seq:
+    if arch.family in ("gpt2", "opt", "bert") and choice.seq > arch.max_seq:
         raise ZplanError(
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
@@ -206,9 +215,9 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     b, t = choice.micro_batch, choice.seq
     # GPT-2 looks up T positions for all sequences, OPT one for each token, in a table with two more rows.
     positions, rows = (b * t, arch.max_seq + 2) if arch.family == "opt" else (t, arch.max_seq)
-    return monomials(
-        b, t, embedding_sort_bytes(b * t, arch.vocab, arch.hidden), embedding_sort_bytes(positions, rows, arch.hidden)
-    )
+    tables = ((b * t, arch.vocab), (positions, rows), (b * t, arch.trait("types")))
+    tokens, placed, typed = (embedding_sort_bytes(n, rows, arch.hidden) for n, rows in tables)
+    return monomials(b, t, (tokens, placed, typed))
 
 
 def _simulation(arch: Architecture, choice: Choice) -> Simulation:
@@ -236,7 +245,7 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
 ) -> Simulation:
     table = DEVICES[device]
     tape = Tape(in_place_accumulation=table.in_place_accumulation)
-    make = DecoderTape if arch.runnable else _class_tape()
+    make = DecoderTape if arch.runnable else _class_tape(arch)
     run = make(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
     run.step(batch, seq, checkpointing, attention)
     return _read(tape)

@@ -572,7 +572,7 @@ class Aten:
 
     # Ends of the model
 
-    def embedding(self, weight: Value, ids: Value, table: Literal["tokens", "positions"] = "tokens") -> Value:
+    def embedding(self, weight: Value, ids: Value, table: Literal["tokens", "positions", "types"] = "tokens") -> Value:
         shape, itemsize = weight.shape, weight.itemsize
 
         def backward(g: Grads, s: Grads) -> Outs:

@@ -77,9 +77,7 @@ STYLES: dict[str, Style] = {
     "qwen3_moe": Style(head_norms="head"),
     "mixtral": Style(),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
-    "gemma2": Style(
-        norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2
-    ),
+    "gemma2": Style(norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2),
     "gemma3_text": Style(
         norm="gemma",
         act="gelu",

@@ -45,6 +45,7 @@ ACTIVATIONS = {
     **{kind: _GELU for kind in ("gemma", "gemma2", "gemma3_text", "gpt_neox")},
     "phi": ("gelu_new",),
     "opt": ("relu",),
+    "bert": _GELU,
 }
 """Of the types whose activations are counted: what their op lists are for."""
 

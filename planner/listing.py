@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from zplan.planner.activations import type_counted
 from zplan.planner.hardware import read_gpus
-from zplan.planner.hfblocks import STYLES
 from zplan.planner.hfconfig import RUNNABLE_TYPES
 from zplan.planner.overhead import MEASURED
 from zplan.planner.presets import read_index, read_preset
@@ -34,7 +34,7 @@ def _known(kind: str) -> str:
     """How far zplan knows a model_type: to plan and train it, to estimate all of it, or its states alone."""
     if kind in RUNNABLE_TYPES:
         return "plan and run"
-    return "estimate only" if kind in STYLES else "states only"
+    return "estimate only" if type_counted(kind) else "states only"
 
 
 def list_gpus(*, as_json: bool) -> str:

@@ -29,10 +29,10 @@ from zplan.planner.strides import dense_like, is_dense, row_major
 PRIME_B, PRIME_T = 2**31 - 1, 2**61 - 1
 BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 """Exponents of (B, T) of every size that occurs."""
-TILE_32, TILE_128, SORT, SORT_POSITIONS = range(len(BASIS), len(BASIS) + 4)
+TILE_32, TILE_128, SORT, SORT_POSITIONS, SORT_TYPES = range(len(BASIS), len(BASIS) + 5)
 """Indices of more monomials: B times T rounded up to 32 or to 128, the tiles of attention kernels; bytes that the
-backward of an embedding of tokens takes to sort their ids, and of one of positions."""
-WIDTH = len(BASIS) + 4
+backward of an embedding of tokens takes to sort their ids, of one of positions, and of one of types."""
+WIDTH = len(BASIS) + 5
 
 PARAMETER_GRADIENT = "parameter gradient"
 
@@ -40,15 +40,9 @@ Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
 
 
-def monomials(b: int, t: int, sort_bytes: int, sort_positions_bytes: int) -> tuple[int, ...]:
+def monomials(b: int, t: int, sort_bytes: tuple[int, int, int]) -> tuple[int, ...]:
     """Values of all monomials, those of the kernels' half included, at batch `b` and sequence `t`."""
-    values = (
-        *(b**i * t**j for i, j in BASIS),
-        b * ceil_to(t, 32),
-        b * ceil_to(t, 128),
-        sort_bytes,
-        sort_positions_bytes,
-    )
+    values = (*(b**i * t**j for i, j in BASIS), b * ceil_to(t, 32), b * ceil_to(t, 128), *sort_bytes)
     return values + values
 
 
@@ -219,6 +213,10 @@ class Tape:
         unit.missing += 1
         return value
 
+    def buffer(self, shape: Sequence[int], itemsize: int) -> Value:
+        """A buffer of the model, whose bytes are not activations."""
+        return self._value(tuple(shape), itemsize, row_major(shape), Storage(0, 0, "buffer", 0))
+
     def padded(self, nbytes: int, tile: int, label: str, *, kernel: bool = False) -> Value:
         """`nbytes` per sequence and per token of a sequence rounded up to a tile."""
         at = tile + WIDTH * kernel
@@ -231,7 +229,7 @@ class Tape:
 
     def sort_workspace(self, table: str, label: str) -> Value:
         """What sorting the ids of an embedding of tokens or positions takes: no monomial, so a term of its own."""
-        at = {"tokens": SORT, "positions": SORT_POSITIONS}[table]
+        at = {"tokens": SORT, "positions": SORT_POSITIONS, "types": SORT_TYPES}[table]
         return self._value((1,), 1, (1,), self._allocate(WIDTH + at, 1, label))
 
     def _value(self, shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...], storage: Storage) -> Value:

@@ -78,6 +78,12 @@ CASES = {
     "stablelm": {"model_type": "stablelm"},
     "stablelm, parallel": {"model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": True},
     "phi": {"model_type": "phi", "resid_pdrop": 0.0},
+    "bert": {
+        "model_type": "bert",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "tie_word_embeddings": True,
+    },
     "opt": {
         "model_type": "opt",
         "ffn_dim": 176,
@@ -110,6 +116,9 @@ def predicted(config: dict, choice: Choice) -> dict[str, int]:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    if hasattr(model, "bert"):
+        layers = enumerate(model.bert.encoder.layer)
+        return {"embed": model.bert.embeddings, **{f"blocks.{i}": x for i, x in layers}, "head": model.cls}
     if hasattr(model, "gpt_neox"):
         base = model.gpt_neox
         embed, norm, head = (
@@ -130,7 +139,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def observed(config: dict, choice: Choice) -> dict[str, int]:
     hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
-    model = transformers.AutoModelForCausalLM.from_config(hf).to(DTYPES[choice.precision])
+    auto = transformers.AutoModelForMaskedLM if hf.model_type == "bert" else transformers.AutoModelForCausalLM
+    model = auto.from_config(hf).to(DTYPES[choice.precision])
     model.train()
     if choice.checkpointing == "full":
         # Without the state of the random number generator, which is 5 KB on the host a layer.
