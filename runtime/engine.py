@@ -130,7 +130,7 @@ class Engine(nn.Module):
         self._alive()
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, *, num_tokens: int | None = None) -> Tensor:
+    def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
         """Backward of one micro-step. Averaging over ranks and micro-steps happens in the step; `loss` is returned as it is.
 
         A micro-step is whatever runs between forwards: several calls after one forward add up. To add up over several
@@ -144,6 +144,8 @@ class Engine(nn.Module):
             What that mean was taken over, on this rank. The step then divides by the tokens of all ranks and micro-steps, so
             that each token weighs the same. Every backward of a step must say it, or none. With 0 there is no backward, and
             the rank contributes zeros.
+        retain_graph
+            Keep the graph for another backward of the same forward.
         """
         self._alive()
         if self.is_gradient_accumulation_boundary() and self.reducer.fresh:
@@ -159,7 +161,7 @@ class Engine(nn.Module):
             self.hooks.empty_backward()
             return loss
         self.hooks.look_for_uses(loss)
-        (loss if num_tokens is None else loss * num_tokens).backward()
+        (loss if num_tokens is None else loss * num_tokens).backward(retain_graph=retain_graph)
         return loss
 
     @contextmanager
