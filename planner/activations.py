@@ -11,8 +11,8 @@ Ids: `data.*` the batch; `act.<unit>.saved` what lives from a unit's forward to 
 parameter gradient); `act.<unit>.output` what a later unit uses; `act.<unit>.grad` the gradient that a unit hands on
 (`.partial`: unfinished at its last parameter gradient); `act.<unit>.forward`, `.backward`, `.reduce` the working lines,
 with the growing parameter gradients; `act.kernel.*` what kernels allocate for themselves within them; `grads.<unit>` a
-unit's whole parameter gradients, in compute dtype, until the next unit's have landed; `grads.tied` the head's gradient of
-a tied weight, which autograd keeps until the embedding's has come.
+unit's whole parameter gradients, in compute dtype, until the next unit's have landed; `grads.tied` the head's gradient
+of a tied weight, which autograd keeps until the embedding's has come.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
 
-from zplan.planner.aten import DEVICES, Aten
+from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision
 from zplan.planner.errors import ZplanError
-from zplan.planner.families import DecoderTape
-from zplan.planner.ledger import Line
+from zplan.planner.families import DecoderTape, StepTape
+from zplan.planner.ledger import Line, Source
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
 
 BATCH_PHASES = ("idle", "step")
-"""First and last phase of a micro-step's inputs and labels. The loop makes them in `idle`, and drops those of the step before,
-and its loss, there."""
+"""First and last phase of a micro-step's inputs and labels. The loop makes them in `idle`, and drops those of the step
+before, and its loss, there."""
 
 SIMULATED_BLOCKS = 3
 
@@ -79,6 +79,31 @@ class UnitProfile:
     detail: tuple[tuple[str, int], ...]
 
 
+def counted(spec: ModelSpec) -> bool:
+    """Whether there is an op list for a model; without one it has no activation lines at all."""
+    arch = spec.arch
+    if arch is None or arch.runnable:
+        return arch is not None
+    from zplan.planner.hfblocks import STYLES
+
+    return arch.family in STYLES and not arch.dense_layers
+
+
+def eager_only(arch: Architecture) -> bool:
+    """Whether a Hugging Face class refuses fused attention."""
+    if arch.runnable:
+        return False
+    from zplan.planner.hfblocks import STYLES
+
+    return arch.family in STYLES and STYLES[arch.family].eager_only
+
+
+def _class_tape() -> type[StepTape]:
+    from zplan.planner.hftape import ClassTape
+
+    return ClassTape
+
+
 def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -> tuple[Line, ...]:
     """All lines of kind `activations`. Their sum in each phase is exact for the device of `choice`.
 
@@ -87,10 +112,12 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
     ZplanError
         When the sequence is longer than the model's positions, or the heads are too narrow for fused attention.
     """
+    if not counted(spec):
+        return ()
     arch = _architecture(spec, choice)
     sim = _simulation(arch, choice)
     at = {name: i for i, name in enumerate(phases)}
-    scale = monomials(choice.micro_batch, choice.seq)
+    scale = _scale(arch, choice)
     found: dict[str, dict[int, list[tuple[int, int]]]] = {}
 
     def put(line_id: str, nbytes: int, first: str, last: str) -> None:
@@ -116,14 +143,14 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             real = _real(phase, unit, i, arch.layers)
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
-    return tuple(_lines(found))
+    return tuple(_lines(found, "derived" if arch.runnable else "estimate"))
 
 
 def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
     """Numbers of each unit; those of a block that is not the last, where there is one, under `block`."""
     arch = _architecture(spec, choice)
     sim = _simulation(arch, choice)
-    scale = monomials(choice.micro_batch, choice.seq)
+    scale = _scale(arch, choice)
     working = {p: max(_dot(v, scale) for v in levels) for p, levels in zip(sim.phases, sim.working, strict=True)}
     out = {}
     stands_for_all = "blocks.1" if arch.layers >= SIMULATED_BLOCKS else "blocks.0"
@@ -139,7 +166,7 @@ def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
 def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
-    if arch.family == "gpt2" and choice.seq > arch.max_seq:
+    if arch.family in ("gpt2", "opt") and choice.seq > arch.max_seq:
         raise ZplanError(
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
@@ -149,6 +176,8 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
             f"heads of width {arch.head_dim} have no rotary halves that attention kernels take",
             "use an even head_dim of at least 4",
         )
+    if not arch.runnable:
+        _check_class(arch, choice)
     multiple = {"bf16": 8, "fp32": 4}[choice.precision]
     if choice.device == "cuda" and choice.attention == "sdpa" and (arch.head_dim % multiple or arch.head_dim > 256):
         raise ZplanError(
@@ -156,6 +185,34 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
             "use --attention eager",
         )
     return arch
+
+
+def _check_class(arch: Architecture, choice: Choice) -> None:
+    """Refuse what the op lists of Hugging Face classes leave out."""
+    fused, window = choice.attention == "sdpa", arch.trait("window")
+    if fused and eager_only(arch):
+        raise ZplanError(f"the class of model_type `{arch.family}` refuses fused attention", "use --attention eager")
+    if fused and window and choice.seq >= window:
+        raise ZplanError(
+            f"with windows of {window} tokens model_type `{arch.family}` masks fused attention of {choice.seq} tokens, "
+            "which is not counted yet",
+            f"use --seq {window - 1} or less, or --attention eager",
+        )
+    if fused and choice.device == "cuda" and choice.precision == "fp32" and arch.kv_heads < arch.heads:
+        raise ZplanError(
+            f"{arch.heads} heads on {arch.kv_heads} key-value heads in fp32 have no fused attention in torch, "
+            f"so the activations of model_type `{arch.family}` are not counted",
+            "use --precision bf16",
+        )
+
+
+def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
+    b, t = choice.micro_batch, choice.seq
+    # GPT-2 looks up T positions for all sequences, OPT one for each token, in a table with two more rows.
+    positions, rows = (b * t, arch.max_seq + 2) if arch.family == "opt" else (t, arch.max_seq)
+    return monomials(
+        b, t, embedding_sort_bytes(b * t, arch.vocab, arch.hidden), embedding_sort_bytes(positions, rows, arch.hidden)
+    )
 
 
 def _simulation(arch: Architecture, choice: Choice) -> Simulation:
@@ -183,7 +240,8 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
 ) -> Simulation:
     table = DEVICES[device]
     tape = Tape(in_place_accumulation=table.in_place_accumulation)
-    run = DecoderTape(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
+    make = DecoderTape if arch.runnable else _class_tape()
+    run = make(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
     run.step(batch, seq, checkpointing, attention)
     return _read(tape)
 
@@ -305,10 +363,10 @@ def _dot(level: Level, scale: tuple[int, ...]) -> int:
     return sum(map(mul, level, scale))
 
 
-def _lines(found: dict[str, dict[int, list[tuple[int, int]]]]) -> Iterable[Line]:
+def _lines(found: dict[str, dict[int, list[tuple[int, int]]]], source: Source) -> Iterable[Line]:
     """One line per id; instances of another size than most get a line of their own."""
     for line_id, sizes in found.items():
         ordered = sorted(sizes.items(), key=lambda item: -len(item[1]))
         for n, (nbytes, spans) in enumerate(ordered):
             name = line_id if not n else f"{line_id}.other{n}"
-            yield Line(name, nbytes, tuple(sorted(spans)), "activations", source="derived")
+            yield Line(name, nbytes, tuple(sorted(spans)), "activations", source=source)

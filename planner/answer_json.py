@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from zplan.planner.models import architecture_values
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK, runtime_rate
 from zplan.planner.writing import render
@@ -19,13 +20,13 @@ SCHEMA_VERSION = 1
 def estimate_json(e: Estimate) -> str:
     """The document `zplan estimate --json` prints."""
     from zplan import __version__
-    from zplan.planner.api import NOT_COUNTED
 
     arch = e.model.arch
     document = {
         "schema_version": SCHEMA_VERSION,
         "zplan_version": __version__,
         "fits": e.fits,
+        "activations_counted": e.counted,
         "peak_bytes": e.peak_bytes,
         "verdict": asdict(e.verdict),
         "asked": dict(e.request.asked),
@@ -36,7 +37,9 @@ def estimate_json(e: Estimate) -> str:
             "assumed": e.model.assumed,
             "num_params": e.model.num_params,
             "shape_num_params": e.model.spec.num_params,
-            "architecture": {**asdict(arch), "rope_scaling": dict(arch.rope_scaling)},
+            "architecture": architecture_values(arch),
+            "num_active_params": e.model.spec.num_active,
+            "estimate_only": not arch.runnable,
         },
         "hardware": {**asdict(e.hardware), "notes": list(e.hardware.notes)},
         "textbook": [
@@ -54,7 +57,7 @@ def estimate_json(e: Estimate) -> str:
             {**asdict(x), "spans": len(x.spans), "live_at_peak": n}
             for x, n in _with_counts(e.row)
         ],
-        "not_counted": list(NOT_COUNTED),
+        "not_counted": list(e.not_counted),
         "notes": list(e.notes),
     }
     return render(document) + "\n"

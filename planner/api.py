@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zplan.planner.activations import counted
 from zplan.planner.comm import Traffic, textbook_traffic, traffic
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware, hardware_from
@@ -17,7 +18,7 @@ from zplan.planner.search import STAGES, Row, Search
 from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import textbook_states
 from zplan.planner.units import format_percent
-from zplan.planner.verdict import Decision, Verdict, decisions, judge
+from zplan.planner.verdict import Decision, Verdict, decisions, judge, judge_states
 
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
@@ -52,7 +53,7 @@ class Estimate:
     """The best on one GPU alone."""
     decisions: tuple[Decision, ...]
     longest_seq: int
-    """Tokens; the longest sequence at which the picked row fits, 0 for none."""
+    """Tokens; the longest sequence at which the picked row fits. 0: none, or activations are not counted."""
     remedies: tuple[Remedy, ...]
     """What would make it fit; empty when it does."""
     traffic: tuple[Traffic, ...]
@@ -60,8 +61,21 @@ class Estimate:
     notes: tuple[str, ...]
 
     @property
+    def counted(self) -> bool:
+        """Whether activations are counted; without them a row that fits says nothing."""
+        return counted(self.model.spec)
+
+    @property
     def fits(self) -> bool:
-        return self.row.fits
+        return self.row.fits and self.counted
+
+    @property
+    def not_counted(self) -> tuple[str, ...]:
+        """What no row holds."""
+        if self.counted:
+            return NOT_COUNTED
+        kind = self.model.arch.family
+        return (f"activations: model_type `{kind}` has no op list yet, so these are states and buffers", *NOT_COUNTED)
 
     @property
     def peak_bytes(self) -> int:
@@ -157,12 +171,12 @@ def answer(request: Request) -> Estimate:
         request=request,
         model=search.model,
         hardware=search.hardware,
-        verdict=judge(row, single),
+        verdict=judge(row, single) if counted(search.model.spec) else judge_states(row),
         rows=rows,
         row=row,
         single=single,
         decisions=decisions(search, row, rows),
-        longest_seq=search.longest_seq(row),
+        longest_seq=search.longest_seq(row) if counted(search.model.spec) else 0,
         remedies=() if row.fits else remedies(search, row),
         traffic=tuple(traffic(search.model.spec, r.choice) for r in rows),
         notes=_notes(search),
@@ -239,6 +253,12 @@ def make_plan(request: Request) -> Plan:
     from zplan.planner.plan_file import Plan
 
     search = open_search(request, remainder=False)
+    if not search.model.arch.runnable:
+        name, kind = search.model.spec.name, search.model.arch.family
+        raise ZplanError(
+            f"`model_type` of `{name}` is `{kind}`, which is estimate only: zplan has no decoder for it",
+            "zplan runs llama, mistral and gpt2; train another module by your own script, with zplan.initialize",
+        )
     rows = search.rows()
     row = search.pick(rows)
     if not row.fits:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zplan.planner.layout import ceil_to
-from zplan.planner.strides import dense_like, view_strides
+from zplan.planner.strides import dense_like, row_major, view_strides
 from zplan.planner.tape import TILE_32, TILE_128, Tape, Value
 
 INT64, FP32, BF16, BOOL = 8, 4, 2, 1
@@ -67,6 +67,33 @@ DEVICES = {
 
 Grads = list[Value]
 Outs = list["Value | None"]
+
+
+SORT_ABOVE = 3072
+"""Tokens up to which the backward of an embedding needs no sorting on CUDA."""
+ROWS_PER_SEGMENT = 10
+
+
+def embedding_sort_bytes(tokens: int, rows: int, width: int) -> int:
+    """What `embedding_dense_backward` holds on CUDA beside its result (torch 2.11, EmbeddingBackwardKernel.cu).
+
+    Gradients of one row of the table lie together once the ids are sorted. They are summed in stretches of at most ten,
+    each of which has an fp32 row of partial sums, whatever the compute dtype. The temporary of the sort itself is gone
+    by then, and smaller for any table of some width.
+
+    Parameters
+    ----------
+    tokens
+        Ids looked up.
+    rows, width
+        Extents of the table. At most `rows` of the ids differ.
+    """
+    if tokens <= SORT_ABOVE:
+        return 0
+    segments = min(tokens, rows)
+    stretches = tokens // ROWS_PER_SEGMENT + segments
+    lists = 3 * tokens + 2 * segments + stretches + 2
+    return INT64 * lists + FP32 * width * stretches
 
 
 def _tile(head_dim: int) -> int:
@@ -134,6 +161,21 @@ class Aten:
         self.tape.finish(node, *out)
         return out
 
+    def narrow(self, x: Value, start: int, length: int) -> Value:
+        """`x[..., start:start + length]`; its gradient is written into zeros."""
+        shape, itemsize = x.shape, x.itemsize
+        if length == shape[-1]:
+            return self.view(x, shape)
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "slice.grad")])
+        out = x.view((*shape[:-1], length), x.strides)
+        self.tape.finish(node, out)
+        return out
+
+    def contiguous(self, x: Value) -> Value:
+        """Itself where it is row-major, else a copy."""
+        same = all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, row_major(x.shape), strict=True))
+        return x if same else self.clone(x)
+
     def cat(self, xs: Sequence[Value]) -> Value:
         """Concatenation along the last dim; the gradients are slices."""
         shapes = [x.shape for x in xs]
@@ -193,11 +235,70 @@ class Aten:
         self.tape.finish(node, out)
         return out
 
+    def add_number(self, x: Value) -> Value:
+        """Plus a Python number."""
+        node = self.tape.node([x], lambda g, s: [g[0].alias()])
+        out = self.like(x, "add")
+        self.tape.finish(node, out)
+        return out
+
+    def neg(self, x: Value) -> Value:
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "neg")])
+        out = self.like(x, "neg")
+        self.tape.finish(node, out)
+        return out
+
+    def square(self, x: Value) -> Value:
+        def backward(g: Grads, s: Grads) -> Outs:
+            power = self.like(g[0], "pow")
+            scaled = self.like(g[0], "mul")
+            out = self.like(g[0], "mul")
+            del power, scaled
+            return [out]
+
+        node = self.tape.node([x], backward, x)
+        out = self.like(x, "pow")
+        self.tape.finish(node, out)
+        return out
+
+    def mean(self, x: Value) -> Value:
+        """Over the last dim, which stays as 1; in fp32."""
+        sizes = x.shape
+        node = self.tape.node([x], lambda g, s: [self.tape.new(sizes, FP32, "div")])
+        out = self.tape.new((*sizes[:-1], 1), FP32, "mean")
+        self.tape.finish(node, out)
+        return out
+
+    def rsqrt(self, x: Value) -> Value:
+        def backward(g: Grads, s: Grads) -> Outs:
+            cube = self.like(g[0], "pow")
+            half = self.like(g[0], "mul")
+            out = self.like(g[0], "mul")
+            del cube, half
+            return [out]
+
+        node = self.tape.node([x], backward)
+        out = self.like(x, "rstd")
+        self.tape.finish(node, out, saved=[out])
+        return out
+
     def unary(self, x: Value, label: str) -> Value:
         """`silu`, `gelu`: saves its input, backward in one kernel."""
         node = self.tape.node([x], lambda g, s: [self.like(g[0], f"{label}.grad")], x)
         out = self.like(x, label)
         self.tape.finish(node, out)
+        return out
+
+    def relu(self, x: Value) -> Value:
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "relu.grad")])
+        out = self.like(x, "relu")
+        self.tape.finish(node, out, saved=[out])
+        return out
+
+    def tanh(self, x: Value) -> Value:
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "tanh.grad")])
+        out = self.like(x, "tanh")
+        self.tape.finish(node, out, saved=[out])
         return out
 
     def masked_fill(self, x: Value, mask: Value) -> Value:
@@ -208,10 +309,21 @@ class Aten:
 
     def softmax(self, x: Value, label: str) -> Value:
         """`_softmax` and `_log_softmax`: save their output."""
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], f"{label}.grad")])
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            # On CUDA the softmax's backward multiplies gradient and output into a buffer first; log-softmax does not.
+            product = self.tape.workspace(g[0].numel * g[0].itemsize, "softmax.product") if self._multiplies(label) else None
+            out = self.like(g[0], f"{label}.grad")
+            del product
+            return [out]
+
+        node = self.tape.node([x], backward)
         out = self.like(x, label)
         self.tape.finish(node, out, saved=[out])
         return out
+
+    def _multiplies(self, label: str) -> bool:
+        return self.table.kernels and label == "softmax"
 
     # Matrix products
 
@@ -272,57 +384,93 @@ class Aten:
         self.tape.finish(node, out)
         return out
 
+    # Routing
+
+    def topk(self, x: Value, k: int) -> tuple[Value, Value]:
+        """Values and int64 indices of the largest `k` of the last dim; the gradient is scattered into zeros."""
+        shape, itemsize = x.shape, x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "topk.grad")])
+        values = self.tape.new((*shape[:-1], k), itemsize, "topk")
+        indices = self.tape.new((*shape[:-1], k), INT64, "topk.indices")
+        self.tape.finish(node, values, saved=[indices])
+        return values, indices
+
+    def sum(self, x: Value, dim: int, *, keep: bool = False) -> Value:
+        """Over one dim, which stays as 1 or goes; its gradient is expanded, which takes no bytes."""
+        shape, dim = x.shape, dim % len(x.shape)
+        kept = (*shape[:dim], 1, *shape[dim + 1 :])
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            grad = g[0].view(kept, row_major(kept)) if g[0].shape != kept else g[0]
+            strides = tuple(0 if n != m else t for n, m, t in zip(shape, kept, grad.strides, strict=True))
+            return [grad.view(shape, strides)]
+
+        node = self.tape.node([x], backward)
+        out = self.tape.new(kept if keep else (*shape[:dim], *shape[dim + 1 :]), x.itemsize, "sum")
+        self.tape.finish(node, out)
+        return out
+
+    def divide_(self, x: Value, by: Value) -> Value:
+        """In place by something smaller; keeps a copy of what was there."""
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            first = self.like(g[0], "div")
+            negative = self.like(g[0], "neg")
+            quotient = self.like(self.like(g[0], "div"), "div")
+            second = self.like(g[0], "mul")
+            del negative, quotient
+            return [first, second]
+
+        node = self.tape.node([x, by], backward, self.like(x, "original"), by)
+        out = x.alias()
+        self.tape.finish(node, out)
+        return out
+
+    def index(self, x: Value, rows: Value) -> Value:
+        """`x[rows]` along the first dim; the gradient is added into zeros."""
+        shape, itemsize = x.shape, x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "index.grad")], rows)
+        out = self.tape.new((*rows.shape, *shape[1:]), itemsize, "index")
+        self.tape.finish(node, out)
+        return out
+
+    def unsqueeze_last(self, x: Value) -> Value:
+        """(N,) to (N, 1)."""
+        return self.view(x, (*x.shape, 1))
+
+    def grouped_mm(self, x: Value, weight: Value, offsets: Value) -> Value:
+        """Rows (S, in), sorted by expert, times their expert's matrix of a parameter (E, out, in)."""
+        w = self.transpose(weight, 1, 2)
+        x_shape, w_shape = x.shape, w.shape
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            second = self.tape.new(
+                w_shape, g[0].itemsize, "mm.weight", strides=(w_shape[1] * w_shape[2], 1, w_shape[1])
+            )
+            return [self.tape.new(x_shape, g[0].itemsize, "mm.input"), second]
+
+        node = self.tape.node([x, w], backward, x, w, offsets)
+        out = self.tape.new((x_shape[0], w_shape[2]), x.itemsize, "grouped_mm")
+        self.tape.finish(node, out)
+        return out
+
     # Norms
 
     def rms_norm(self, x: Value, weight: Value) -> Value:
         if self.table.fused_rms_norm:
             return self._fused_rms_norm(x, weight)
         up = self.to(x, FP32)
-        up_sizes = up.shape
-        rows = (*x.shape[:-1], 1)
-        square = self._square(up)
-        mean = self._mean(square, rows, up_sizes)
-        root = self._rsqrt(mean)
+        square = self.square(up)
+        mean = self.mean(square)
+        # `add_(eps)`: in place, a node of its own.
+        node = self.tape.node([mean], lambda g, s: [g[0].alias()])
+        self.tape.finish(node, mean)
+        root = self.rsqrt(mean)
         # One expression in C++: its temporaries live to its end.
         del square, mean
         normed = self.named("normed, before weight", self.mul(up, root))
         normed = self.named("normed", self.mul(normed, weight))
         return self.to(normed, x.itemsize)
-
-    def _square(self, x: Value) -> Value:
-        def backward(g: Grads, s: Grads) -> Outs:
-            power = self.like(g[0], "pow")
-            scaled = self.like(g[0], "mul")
-            out = self.like(g[0], "mul")
-            del power, scaled
-            return [out]
-
-        node = self.tape.node([x], backward, x)
-        out = self.like(x, "pow")
-        self.tape.finish(node, out)
-        return out
-
-    def _mean(self, x: Value, rows: tuple[int, ...], sizes: tuple[int, ...]) -> Value:
-        node = self.tape.node([x], lambda g, s: [self.tape.new(sizes, FP32, "div")])
-        out = self.tape.new(rows, FP32, "mean")
-        self.tape.finish(node, out)
-        # `add_(eps)`: in place, a node of its own.
-        node = self.tape.node([out], lambda g, s: [g[0].alias()])
-        self.tape.finish(node, out)
-        return out
-
-    def _rsqrt(self, x: Value) -> Value:
-        def backward(g: Grads, s: Grads) -> Outs:
-            cube = self.like(g[0], "pow")
-            half = self.like(g[0], "mul")
-            out = self.like(g[0], "mul")
-            del cube, half
-            return [out]
-
-        node = self.tape.node([x], backward)
-        out = self.like(x, "rstd")
-        self.tape.finish(node, out, saved=[out])
-        return out
 
     def _fused_rms_norm(self, x: Value, weight: Value) -> Value:
         def backward(g: Grads, s: Grads) -> Outs:
@@ -410,15 +558,13 @@ class Aten:
 
     # Ends of the model
 
-    def embedding(self, weight: Value, ids: Value) -> Value:
-        shape, itemsize, tokens = weight.shape, weight.itemsize, ids.numel
+    def embedding(self, weight: Value, ids: Value, table: Literal["tokens", "positions"] = "tokens") -> Value:
+        shape, itemsize = weight.shape, weight.itemsize
 
         def backward(g: Grads, s: Grads) -> Outs:
             if not self.table.kernels:
                 return [self.tape.new(shape, itemsize, "embedding.weight")]
-            # Many tokens are sorted first: six int64 lists of them, and an fp32 row of partial sums for each.
-            per_token = 6 * INT64 + FP32 * shape[1]
-            work = self.tape.sorted_tokens(tokens, per_token, "embedding.sort")
+            work = self.tape.sort_workspace(table, "embedding.sort")
             out = self.tape.new(shape, itemsize, "embedding.weight")
             del work
             return [out]

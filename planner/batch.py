@@ -35,6 +35,18 @@ FLAGS = BatchNames("--global-batch", "--micro-batch", "--accumulation")
 KEYS = BatchNames("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
+def nearest_batches(value: int, step: int) -> tuple[int, ...]:
+    """The multiples of `step` around `value`, none below one step.
+
+    Examples
+    --------
+    >>> nearest_batches(256, 14), nearest_batches(3, 8)
+    ((252, 266), (8,))
+    """
+    below = value // step * step
+    return (below, below + step) if below else (step,)
+
+
 def nearest_multiples(value: int, step: int) -> str:
     """The multiples of `step` around `value`, in words.
 
@@ -43,8 +55,7 @@ def nearest_multiples(value: int, step: int) -> str:
     >>> nearest_multiples(100, 8), nearest_multiples(3, 8)
     ('96 or 104', '8')
     """
-    below = value // step * step
-    return f"{below} or {below + step}" if below else str(step)
+    return " or ".join(map(str, nearest_batches(value, step)))
 
 
 def divisors(number: int) -> list[int]:

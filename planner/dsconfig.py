@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from zplan.planner import dskeys
+from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
 from zplan.planner.config import Attention, Checkpointing, Choice, Precision
 from zplan.planner.errors import ZplanError, did_you_mean
@@ -24,6 +25,7 @@ from zplan.planner.reading import (
     want_one_of,
     want_str,
 )
+from zplan.planner.schedules import Schedule, read_schedule
 
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
@@ -52,6 +54,8 @@ class TrainingConfig:
     """Decoupled: AdamW."""
     clip: float = 1.0
     """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
+    schedule: Schedule | None = None
+    """Of the learning rate, in applied optimizer steps; None keeps it constant."""
     steps_per_print: int = 10
     """Optimizer steps between progress lines."""
     ring_slots: int = 2
@@ -88,12 +92,14 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     """
     where = f"`{source}`"
     found: dict[str, Any] = {}
+    mapping, became = settle_autos(mapping)
     known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT)
     for key, meant in dskeys.MEANT.items():
         if key in mapping:
             raise ZplanError(f"unknown key `{key}` in {where}", f"did you mean `{meant}`?")
     check_keys(mapping, known, where)
-    notes = _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
+    notes = tuple(f'`{".".join(path)}` of {where} is "auto": {words}' for path, words in became.items())
+    notes += _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
     names = {KEYS.train: "train_batch_size", KEYS.micro: "micro_batch", KEYS.accumulation: "accumulation"}
     for key, field in names.items():
         if mapping.get(key) is not None:
@@ -105,9 +111,20 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     for key, read in (("bf16", _bf16), ("zero_optimization", _zero), ("optimizer", _optimizer), ("zplan", _extras)):
         if mapping.get(key) is not None:
             notes += read(want_object(key, where, mapping[key]), f"`{key}` of {where}", found)
-    if "precision" not in found and isinstance(mapping.get("fp16"), Mapping):
-        found["precision"] = "fp32"  # A config that turns fp16 off and names nothing else asks for fp32.
+    if mapping.get("scheduler") is not None:
+        block = want_object("scheduler", where, mapping["scheduler"])
+        found["schedule"] = read_schedule(block, f"`scheduler` of {where}")
+    _settle_precision(mapping, found, auto=any(path[-1] == "enabled" for path in became))
     return found, notes
+
+
+def _settle_precision(mapping: Mapping[str, Any], found: dict[str, Any], *, auto: bool) -> None:
+    """What the two precision blocks say together."""
+    if auto:
+        if found.get("precision") != "bf16":
+            found.pop("precision", None)  # The trainer decides between fp16, bf16 and fp32; here the planner.
+    elif "precision" not in found and isinstance(mapping.get("fp16"), Mapping):
+        found["precision"] = "fp32"  # A config that turns fp16 off and names nothing else asks for fp32.
 
 
 def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "config") -> TrainingConfig:
@@ -117,6 +134,14 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
     """
     found, notes = read_settings(mapping, source=source)
     given = frozenset(found)
+    auto = [key for key in (KEYS.train, KEYS.micro) if mapping.get(key) == "auto"]
+    if auto and not given & {"train_batch_size", "micro_batch"}:
+        raise ZplanError(
+            f'`{auto[0]}` of `{source}` is "auto", and nothing else says the batch',
+            "write a number, or let `zplan plan --config` choose",
+        )
+    if any(dict(mapping.get(block) or {}).get("enabled") == "auto" for block in ("bf16", "fp16")):
+        found.setdefault("precision", "bf16")
     batch = solve_batch(
         train=found.pop("train_batch_size", None),
         micro=found.pop("micro_batch", None),
@@ -130,7 +155,7 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
 def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
     """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
     own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
-    free = ("lr", "betas", "eps", "weight_decay", "clip", "steps_per_print")
+    free = ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "steps_per_print")
     return TrainingConfig(**{n: getattr(choice, n) for n in own}, **{n: settings[n] for n in free if n in settings})
 
 
@@ -158,9 +183,10 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         KEYS.train: batch.train,
         KEYS.micro: batch.micro,
         KEYS.accumulation: batch.accumulation,
-        "bf16": {"enabled": bf16, "check_grad_overflow": False},
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
         "fp16": {"enabled": False},
         "optimizer": {"type": "AdamW", "params": params},
+        **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
         "communication_data_type": "fp32",
         # DeepSpeed refuses fp32 accumulation with bf16 at stage 0; null leaves it to the model's dtype there.
@@ -213,11 +239,16 @@ def _bf16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
     check_keys(block, ("enabled", *dskeys.BF16_NEUTRAL), where)
     enabled = want_bool("enabled", where, block.get("enabled", False))
     found["precision"] = "bf16" if enabled else "fp32"
-    return _screen(block, dskeys.BF16_NEUTRAL, {}, where)
+    notes = _screen(block, dskeys.BF16_NEUTRAL, {}, where)
+    if block.get("check_grad_overflow") is False:
+        notes += (
+            f"`check_grad_overflow` of {where} changes nothing: a step whose gradient norm is not finite is skipped",
+        )
+    return notes
 
 
 def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
-    check_keys(block, (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_INERT), where)
+    check_keys(block, (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_MAPPED, *dskeys.ZERO_INERT), where)
     if "stage" in block:
         stage = want_int("stage", where, block["stage"], least=0)
         if stage > 3:
@@ -225,7 +256,11 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
         found["stage"] = stage
     if "reduce_bucket_size" in block:
         found["piece_numel"] = want_int("reduce_bucket_size", where, block["reduce_bucket_size"])
-    return _screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where)
+    notes = []
+    for key, (value, why) in dskeys.ZERO_MAPPED.items():
+        if block.get(key) is not None and want_bool(key, where, block[key]) is not value:
+            notes.append(f"`{key}` of {where} is taken as {str(value).lower()}: {why}")
+    return (*notes, *_screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where))
 
 
 def _optimizer_type(kind: str, where: str) -> None:

@@ -1,9 +1,10 @@
 """DeepSpeed's config keys as data: which ones zplan honours, and when the others ask for nothing.
 
-Names and defaults are those of DeepSpeed 0.19. A key is in one of three tables:
+Names and defaults are those of DeepSpeed 0.19. A key is in one of four tables:
 
 - honoured: `dsconfig.py` reads it into a `TrainingConfig`;
 - neutral: not built yet, accepted only while its value asks for nothing;
+- mapped: zplan knows one way only, which gives the same training; the other is accepted with a note;
 - inert: steers a mechanism that zplan does not have, so no value of it can change a run; accepted with a note.
 """
 
@@ -73,6 +74,7 @@ TOP_HONOURED = (
     "zero_optimization",
     "gradient_clipping",
     "optimizer",
+    "scheduler",
     "steps_per_print",
     "zplan",
 )
@@ -81,7 +83,6 @@ TOP_NEUTRAL: dict[str, Neutral] = {
     "fp16": disabled,
     "amp": disabled,
     "torch_autocast": disabled,
-    "scheduler": absent,
     "communication_data_type": one_of(None, "fp32"),
     "seq_parallel_communication_data_type": one_of(None, "fp32"),
     "data_types": fp32_accumulation,
@@ -128,7 +129,7 @@ TOP_NEUTRAL: dict[str, Neutral] = {
 TOP_INERT: dict[str, str] = {"aio": "tunes NVMe offload, which is not built yet"}
 
 BF16_NEUTRAL: dict[str, Neutral] = {
-    "check_grad_overflow": false,
+    "check_grad_overflow": either,
     "immediate_grad_update": false,
     "bf16_master_weights_and_grads": false,
     "bf16_optimizer_states": false,
@@ -137,20 +138,13 @@ BF16_NEUTRAL: dict[str, Neutral] = {
 ZERO_HONOURED = ("stage", "reduce_bucket_size")
 
 ZERO_NEUTRAL: dict[str, Neutral] = {
-    "overlap_comm": true,
-    "contiguous_gradients": true,
-    "reduce_scatter": true,
-    "allgather_partitions": true,
     "offload_param": no_device,
     "offload_optimizer": no_device,
     "cpu_offload": false,
     "cpu_offload_param": false,
     "zenflow": absent,
-    "round_robin_gradients": false,
     "legacy_stage1": false,
     "elastic_checkpoint": false,
-    "stage3_gather_16bit_weights_on_model_save": false,
-    "stage3_gather_fp16_weights_on_model_save": false,
     "zero_hpz_partition_size": number(1),
     "zero_quantized_weights": false,
     "zero_quantized_nontrainable_weights": false,
@@ -164,6 +158,18 @@ ZERO_NEUTRAL: dict[str, Neutral] = {
     "load_from_fp32_weights": true,
     "leaf_module": all_off,
 }
+
+_SAVING = "`zplan.summon` gives whole weights to save"
+ZERO_MAPPED: dict[str, tuple[bool, str]] = {
+    "overlap_comm": (True, "zplan always overlaps"),
+    "contiguous_gradients": (True, "zplan's gradients are always contiguous"),
+    "reduce_scatter": (True, "zplan always reduce-scatters"),
+    "allgather_partitions": (True, "zplan always gathers"),
+    "round_robin_gradients": (False, "zplan's shards are even already"),
+    "stage3_gather_16bit_weights_on_model_save": (False, _SAVING),
+    "stage3_gather_fp16_weights_on_model_save": (False, _SAVING),
+}
+"""Key -> the one value that zplan knows, and why."""
 
 _RING = "zplan gathers one whole block at a time into its ring"
 _FLAT = "zplan's units are flat and aligned already"
@@ -205,16 +211,12 @@ OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "mus
 
 INSTEAD: dict[str, str] = {
     "fp16": 'use "bf16": {"enabled": true}',
-    "scheduler": "drop it; the learning rate is constant",
     "activation_checkpointing": "drop the block and use `--checkpointing full`",
     "offload_optimizer": 'use {"device": "none"}',
     "offload_param": 'use {"device": "none"}',
     "communication_data_type": "use fp32, which is how zplan reduces",
     "adam_w_mode": "leave it out: the decay is decoupled",
     "cpu_offload": "use false",
-    "overlap_comm": "use true: zplan always overlaps",
-    "contiguous_gradients": "use true: zplan's gradients are always contiguous",
-    "reduce_scatter": "use true: zplan always reduce-scatters",
 }
 """What to write instead, where that is more than leaving the key out."""
 

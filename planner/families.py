@@ -6,6 +6,7 @@ block function, and a row in `BLOCKS`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -130,8 +131,8 @@ def gpt2_block(op: Aten, p: Params, arch: Architecture, attention: Attention) ->
 BLOCKS = {"llama": llama_block, "gpt2": gpt2_block}
 
 
-class DecoderTape:
-    """One training step of a decoder on a tape. Phases are the ledger's."""
+class StepTape(ABC):
+    """One training step of a model on a tape. Phases are the ledger's."""
 
     def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int) -> None:
         self.op, self.tape, self.arch, self.itemsize = op, op.tape, arch, itemsize
@@ -148,6 +149,25 @@ class DecoderTape:
         assert out.node is not None
         out.node.on_gradient = f"backward.{name}"
         return out
+
+    @abstractmethod
+    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+        """The loss of a batch (B, T) of ids and labels."""
+
+    def step(self, batch: int, seq: int, checkpointing: Checkpointing, attention: Attention) -> None:
+        """Forward, backward and the optimizer's phase."""
+        self.tape.enter("forward.embed")
+        ids = self.tape.new((batch, seq), INT64, "inputs")
+        labels = self.tape.new((batch, seq), INT64, "labels")
+        loss = self.forward(ids, labels, checkpointing, attention)
+        self.tape.enter("backward.loss")
+        self.tape.backward(loss)
+        self.tape.enter("step")
+        self.tape.close()
+
+
+class DecoderTape(StepTape):
+    """`runtime/decoder.py`."""
 
     def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
         op, arch, p = self.op, self.arch, self.params
@@ -171,7 +191,7 @@ class DecoderTape:
         return self.unit("norm", self._norm, x)
 
     def _positions(self, ids: Value) -> Value:
-        return self.unit("positions", partial(self.op.embedding, self.params["positions.weight"]), ids)
+        return self.unit("positions", partial(self.op.embedding, self.params["positions.weight"], table="positions"), ids)
 
     def _norm(self, x: Value) -> Value:
         if self.arch.family == "llama":
@@ -194,14 +214,3 @@ class DecoderTape:
 
     def _cross_entropy(self, x: Value, target: Value) -> Value:
         return self.op.nll_loss(self.op.softmax(x, "log_softmax"), target)
-
-    def step(self, batch: int, seq: int, checkpointing: Checkpointing, attention: Attention) -> None:
-        """Forward, backward and the optimizer's phase."""
-        self.tape.enter("forward.embed")
-        ids = self.tape.new((batch, seq), INT64, "inputs")
-        labels = self.tape.new((batch, seq), INT64, "labels")
-        loss = self.forward(ids, labels, checkpointing, attention)
-        self.tape.enter("backward.loss")
-        self.tape.backward(loss)
-        self.tape.enter("step")
-        self.tape.close()

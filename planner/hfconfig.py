@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from zplan.planner.errors import ZplanError
 from zplan.planner.models import Architecture
 from zplan.planner.reading import kind_of, want_bool, want_int, want_number, want_object, want_str
 
-NOT_BUILT_HINT = "zplan knows the Llama, Mistral and GPT-2 families; `zplan models` lists what it can plan"
+NOT_BUILT_HINT = "`zplan models` lists the families that zplan knows, and which of them it can plan"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,15 @@ class Keys:
         value = self.config.get(name)
         return default if value is None else want_str(name, self.where, value)
 
+    def inner(self, name: str) -> Keys:
+        """The block of that name; an empty one where there is none."""
+        block = want_object(name, self.where, self.config.get(name) or {})
+        return Keys(block, f"`{name}` of {self.where}")
+
+    def fail(self, what: str, hint: str) -> NoReturn:
+        """Refuse the config as a whole."""
+        raise ZplanError(f"{self.where} {what}", hint)
+
     def refuse(self, name: str, value: object, allowed: tuple[object, ...]) -> None:
         """Refuse a value that asks for what the decoder does not do."""
         if value not in allowed:
@@ -64,13 +73,23 @@ def read_architecture(config: Mapping[str, Any], source: str) -> tuple[Architect
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ZplanError(f"`{source}` has no `model_type`", "check that it is a model's config.json")
-    if kind not in _FAMILIES:
+    if kind in _FAMILIES:
+        read, classes = _FAMILIES[kind]
+        _check_class(keys, classes)
+        return read(keys)
+    from zplan.planner.hfshapes import ARCHITECTURES, read_shape
+
+    if kind not in ARCHITECTURES:
         raise ZplanError(f"model_type `{kind}` of `{source}` is not built yet", NOT_BUILT_HINT)
-    read, classes = _FAMILIES[kind]
-    for name in config.get("architectures") or ():
+    _check_class(keys, ARCHITECTURES[kind])
+    note = f"model_type `{kind}` is estimate only: zplan has no decoder of its own for it, so `zplan plan` refuses it"
+    return read_shape(kind, keys), (note,)
+
+
+def _check_class(keys: Keys, classes: tuple[str, ...]) -> None:
+    for name in keys.config.get("architectures") or ():
         keys.refuse("architectures", name, classes)
-    keys.refuse("quantization_config", config.get("quantization_config"), (None,))
-    return read(keys)
+    keys.refuse("quantization_config", keys.config.get("quantization_config"), (None,))
 
 
 def _llama(keys: Keys) -> tuple[Architecture, tuple[str, ...]]:
@@ -183,4 +202,5 @@ _FAMILIES: dict[str, tuple[Callable[[Keys], tuple[Architecture, tuple[str, ...]]
 }
 """model_type -> its reader and the classes it describes."""
 
-SUPPORTED = tuple(_FAMILIES)
+RUNNABLE_TYPES = tuple(_FAMILIES)
+"""model_types that zplan plans and trains; the rest is estimate only."""

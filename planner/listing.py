@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from zplan.planner.hardware import read_gpus
-from zplan.planner.hfconfig import SUPPORTED
+from zplan.planner.hfconfig import RUNNABLE_TYPES
 from zplan.planner.overhead import MEASURED
 from zplan.planner.presets import read_index, read_preset
 from zplan.planner.report import table
@@ -18,7 +18,7 @@ def list_models(*, as_json: bool) -> str:
     found = []
     for row in read_index():
         kind = str((read_preset(row.name) or {}).get("model_type", ""))
-        found.append((row, kind, kind in SUPPORTED))
+        found.append((row, kind, kind in RUNNABLE_TYPES))
     if as_json:
         return render([{**asdict(r), "model_type": kind, "planned": built} for r, kind, built in found]) + "\n"
     rows = [
@@ -30,7 +30,7 @@ def list_models(*, as_json: bool) -> str:
 
 
 def _yes(built: bool) -> str:  # noqa: FBT001 - a word for a flag
-    return "yes" if built else "not yet"
+    return "yes" if built else "estimate only"
 
 
 def list_gpus(*, as_json: bool) -> str:

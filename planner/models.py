@@ -1,17 +1,20 @@
 """Architectures as units with ordered parameters.
 
-A model is an ordered list of *units*; a unit is what the runtime gathers, reduces and frees at once: the embedding, each
-block, the final norm, the head. Families are small functions from an `Architecture` to units; presets are rows of data.
+A model is an ordered list of *units*; a unit is what the runtime gathers, reduces and frees at once: the embedding,
+each block, the final norm, the head. Families are small functions from an `Architecture` to units; presets are rows
+of data.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 Family = Literal["llama", "gpt2"]
+"""Decoders that `runtime/decoder.py` runs. Every other family is a Hugging Face class, by its model_type."""
+RUNNABLE: tuple[Family, ...] = ("llama", "gpt2")
 UnitKind = Literal["embed", "block", "norm", "head", "other"]
 
 
@@ -46,9 +49,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Shape of a decoder. `head_dim` may differ from `hidden // heads`; `kv_heads < heads` is grouped-query attention."""
+    """Shape of a model. `head_dim` may differ from `hidden // heads`; `kv_heads < heads` is grouped-query attention."""
 
-    family: Family
+    family: str
+    """One of `RUNNABLE`, or a model_type of `planner/hfunits.py`."""
     layers: int
     hidden: int
     heads: int
@@ -64,6 +68,19 @@ class Architecture:
     """Items of the config's `rope_scaling`, sorted by key; empty for none."""
     window: int | None = None
     """Tokens of a sliding attention window. Sequences up to it see everything, so only longer ones would differ."""
+    traits: tuple[tuple[str, int | bool], ...] = ()
+    """What else shapes a family's parameters, by name: [Note: letters] in `planner/hfunits.py`. Empty if runnable."""
+    dense_layers: tuple[int, ...] = ()
+    """In a mixture of experts, the layers with an ordinary feed-forward part."""
+
+    @property
+    def runnable(self) -> bool:
+        """Whether zplan has a decoder of this shape to train by itself."""
+        return self.family in RUNNABLE
+
+    def trait(self, name: str) -> int:
+        """A trait's value, 0 where the family has none of that name."""
+        return int(dict(self.traits).get(name, 0))
 
 
 @dataclass(frozen=True)
@@ -79,13 +96,36 @@ class ModelSpec:
         """Unique parameters: a tied head is counted once."""
         return sum(u.numel for u in self.units)
 
+    @property
+    def num_active(self) -> int | None:
+        """Parameters that one token passes, of a mixture of experts: of each layer's experts only the chosen ones."""
+        experts = self.arch.trait("experts") if self.arch else 0
+        if not self.arch or not experts:
+            return None
+        per_token = self.arch.trait("experts_per_token")
+        return sum(p.numel // experts * per_token if ".experts." in p.name else p.numel for p in self.params())
+
     def params(self) -> Iterator[Param]:
         for u in self.units:
             yield from u.params
 
 
+ESTIMATE_ONLY = ("traits", "dense_layers")
+"""Fields that every runnable architecture has empty, so plans leave them out."""
+
+
+def architecture_values(a: Architecture) -> dict[str, Any]:
+    """An architecture as JSON values."""
+    values = {**asdict(a), "rope_scaling": dict(a.rope_scaling), "traits": dict(a.traits)}
+    return {k: v for k, v in values.items() if not a.runnable or k not in ESTIMATE_ONLY}
+
+
 def decoder_units(a: Architecture) -> tuple[Unit, ...]:
-    """Units of a decoder in forward order, with the parameter names of `runtime/decoder.py`."""
+    """Units in forward order, with the parameter names of `runtime/decoder.py`, or of the Hugging Face class."""
+    if not a.runnable:
+        from zplan.planner.hfunits import units_of
+
+        return units_of(a)
     return _llama_units(a) if a.family == "llama" else _gpt2_units(a)
 
 

@@ -77,10 +77,15 @@ def workspace_bytes(compute_capability: str) -> int:
     return 32 * MIB if large else 8 * MIB + 128 * 1024
 
 
-def workspace_lines(compute_capability: str, phases: Sequence[str]) -> tuple[Line, ...]:
-    """The workspaces alone, to lay beside what an allocator counts."""
+CUBLASLT = "overhead.cublaslt"
+"""1 MiB that torch takes once a linear with a bias has run (`ATen/cuda/CUDABlas.cpp`)."""
+
+
+def workspace_lines(compute_capability: str, phases: Sequence[str], *, biased: bool) -> tuple[Line, ...]:
+    """The workspaces alone, to lay beside what an allocator counts. `biased`: whether the model's linears have biases."""
     span = (0, len(phases) - 1)
-    return (Line(CUBLAS, workspace_bytes(compute_capability), (span,) * 2, "overhead", source="derived"),)
+    lines = (Line(CUBLAS, workspace_bytes(compute_capability), (span,) * 2, "overhead", source="derived"),)
+    return (*lines, Line(CUBLASLT, MIB, (span,), "overhead", source="derived")) if biased else lines
 
 
 def constants(hardware: Hardware) -> tuple[Constant, ...]:

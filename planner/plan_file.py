@@ -12,7 +12,7 @@ from zplan.planner.dsconfig import EXTRAS, TrainingConfig, to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Ledger, Line
-from zplan.planner.models import ModelSpec
+from zplan.planner.models import ModelSpec, architecture_values
 from zplan.planner.reading import read_json
 from zplan.planner.verdict import Decision
 from zplan.planner.writing import render, write_files
@@ -99,7 +99,7 @@ def _document(plan: Plan) -> dict[str, Any]:
             "name": plan.spec.name,
             "source": plan.source,
             "num_params": plan.spec.num_params,
-            "architecture": {**asdict(plan.spec.arch), "rope_scaling": dict(plan.spec.arch.rope_scaling)},
+            "architecture": architecture_values(plan.spec.arch),
         },
         "hardware": {**asdict(plan.hardware), "notes": list(plan.hardware.notes)},
         "config": plan.ds_config(),
@@ -133,7 +133,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, str]:
     name = os.fspath(path)
     stem = os.path.splitext(os.path.basename(name))[0]
     beside = os.path.join(os.path.dirname(name), "ds_config.json" if stem == "plan" else f"{stem}.ds_config.json")
-    if os.path.abspath(name) == os.path.abspath(beside):
+    if name.endswith("ds_config.json"):
         raise ZplanError("`ds_config.json` is the name of the DeepSpeed config beside the plan", "use -o plan.json")
     if os.path.exists(beside) and not _is_ours(name, beside):
         raise ZplanError(

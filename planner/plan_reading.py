@@ -11,7 +11,7 @@ from zplan.planner.dsconfig import EXTRAS, TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line, Source, Tier
-from zplan.planner.models import Architecture, Family, ModelSpec, decoder_units
+from zplan.planner.models import ESTIMATE_ONLY, Architecture, Family, ModelSpec, decoder_units
 from zplan.planner.plan_file import SCHEMA_VERSION, Plan, version
 from zplan.planner.predict import predict
 from zplan.planner.reading import (
@@ -83,14 +83,15 @@ def _read_model(block: dict[str, Any], where: str) -> tuple[ModelSpec, str]:
     _whole(block, ("name", "source", "num_params", "architecture"), where)
     inner = f"`architecture` of {where}"
     values = want_object("architecture", where, block["architecture"])
-    _whole(values, _names(Architecture), inner)
+    _whole(values, tuple(n for n in _names(Architecture) if n not in ESTIMATE_ONLY), inner)
     scaling = want_object("rope_scaling", inner, values["rope_scaling"])
     for key, value in scaling.items():
         if key != "rope_type":
             want_number(key, f"`rope_scaling` of {inner}", value)
     integers = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq")
+    sizes: dict[str, Any] = {name: want_int(name, inner, values[name]) for name in integers}
     arch = Architecture(
-        **{name: want_int(name, inner, values[name]) for name in integers},
+        **sizes,
         family=_one_of("family", inner, values["family"], Family),
         tied=want_bool("tied", inner, values["tied"]),
         norm_eps=want_number("norm_eps", inner, values["norm_eps"]),

@@ -21,6 +21,8 @@ class Preset:
     hf_id: str
     num_params: int
     """Unique parameters, exact."""
+    num_active: int | None
+    """Parameters that one token passes, of a mixture of experts."""
     layers: int
     hidden: int
     max_seq: int | None
@@ -49,6 +51,7 @@ def read_index() -> list[Preset]:
                 name=row["name"],
                 hf_id=row["hf_id"],
                 num_params=int(row["params_total_exact"]),
+                num_active=int(row["params_active"]) if row["params_active"] else None,
                 layers=int(row["layers"]),
                 hidden=int(row["hidden"]),
                 max_seq=int(row["max_seq"]) if row["max_seq"] else None,

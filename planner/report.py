@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zplan.planner.api import Estimate
     from zplan.planner.ledger import Line
     from zplan.planner.plan_file import Plan
+    from zplan.planner.sources import Model
     from zplan.planner.verdict import Decision
 
 RULE_OF_THUMB = 60
@@ -58,7 +59,7 @@ def report(e: Estimate, *, colour: bool = False) -> str:
     verdict = "\n".join(textwrap.wrap(e.verdict.text, WIDTH))
     if colour:
         verdict = f"\033[{GREEN if e.fits else RED}m{verdict}\033[0m"
-    parts = [[verdict], _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e), _not_counted()]
+    parts = [[verdict], _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e), _not_counted(e)]
     return "\n\n".join("\n".join(p) for p in parts) + "\n"
 
 
@@ -76,7 +77,7 @@ def _question(e: Estimate) -> list[str]:
         ]
     else:
         out = [
-            f"Model     {m.spec.name}, {format_count(m.num_params)} parameters, from {m.source}",
+            f"Model     {m.spec.name}, {format_count(m.num_params)} parameters{_active(m)}, from {m.source}",
             f"          {a.family}: {shape}",
         ]
     if m.missing_params:
@@ -86,6 +87,11 @@ def _question(e: Estimate) -> list[str]:
     if e.hardware.host_mem_bytes:
         out.append(f"Host      {format_gib(e.hardware.host_mem_bytes)} GiB a node; nothing of this plan lies there")
     return out
+
+
+def _active(m: Model) -> str:
+    active = m.spec.num_active
+    return "" if active is None else f" ({format_count(active)} active)"
 
 
 def _textbook(e: Estimate) -> list[str]:
@@ -98,18 +104,22 @@ def _textbook(e: Estimate) -> list[str]:
         share = f"{100 * nbytes / e.hardware.mem_bytes:.0f} %"
         rows.append([str(stage), rate.formula(), format_gb(nbytes), format_gib(nbytes), share, volume, format_gb(sent)])
     by_habit = f"stage {below[0]}" if below else "no stage"
-    computed = f"stage {e.row.choice.stage}" if e.fits else "no stage"
+    computed = f"stage {e.row.choice.stage}" if e.row.fits else "no stage"
+    lines = "All lines counted" if e.counted else "All lines but activations"
     rule = f"Rule of thumb, states at most {RULE_OF_THUMB} % of the card: {by_habit}"
     return [
         f"Textbook: model states of one GPU (P = {format_count(e.model.num_params)}, N = {e.hardware.world_size})",
         *table(["stage", "formula", "GB", "GiB", "of card", "sends", "GB a step"], rows, "llrrrrr"),
-        f"  {rule}. All lines counted, below: {computed}.",
+        f"  {rule}. {lines}, below: {computed}.",
     ]
 
 
 def _runtime(e: Estimate) -> list[str]:
     """What the runtime holds, by stage."""
-    rows = [_runtime_row(r, t.total_bytes, picked=r is e.row) for r, t in zip(e.rows, e.traffic, strict=True)]
+    rows = [
+        _runtime_row(r, t.total_bytes, picked=r is e.row, counted=e.counted)
+        for r, t in zip(e.rows, e.traffic, strict=True)
+    ]
     c = e.row.choice
     head = ["stage", "checkpt", "batch", *KINDS, "peak", "of card", "sent GB", "fits", "peak phase"]
     return [
@@ -119,31 +129,34 @@ def _runtime(e: Estimate) -> list[str]:
     ]
 
 
-def _runtime_row(row: Row, sent: int, *, picked: bool) -> list[str]:
-    kinds = row.ledger.kind_at_peak()
+def _runtime_row(row: Row, sent: int, *, picked: bool, counted: bool) -> list[str]:
+    kinds = {kind: format_gib(n) for kind, n in row.ledger.kind_at_peak().items()}
+    if not counted:
+        kinds["activations"] = "?"
+    fits = f"yes, {format_gib(row.spare_bytes)} spare" if counted else f"open, {format_gib(row.spare_bytes)} left"
     return [
         f"{row.choice.stage}{' *' if picked else ''}",
         row.choice.checkpointing,
         f"{row.choice.micro_batch} x {row.choice.accumulation}",
-        *(format_gib(kinds.get(kind, 0)) for kind in KINDS),
+        *(kinds.get(kind, format_gib(0)) for kind in KINDS),
         format_gib(row.peak_bytes),
         f"{100 * row.peak_bytes / row.capacity_bytes:.0f} %",
         format_gb(sent),
-        f"yes, {format_gib(row.spare_bytes)} spare" if row.fits else f"no, {format_gib(-row.spare_bytes)} over",
+        fits if row.fits else f"no, {format_gib(-row.spare_bytes)} over",
         row.peak_phase,
     ]
 
 
 def _choice(e: Estimate) -> list[str]:
     """The choice with its reasons; how far it reaches, or what would make it fit."""
-    out = ["The choice (* above)" if e.fits else "The nearest choice (* above), which does not fit"]
+    out = ["The choice (* above)" if e.row.fits else "The nearest choice (* above), which does not fit"]
     out += decision_rows(e.decisions)
     if e.fits:
         out.append(f"  Longest sequence that fits: {e.longest_seq:,} tokens ({_limit_of_seq(e)}).")
     for i, r in enumerate(e.remedies):
         lead = "Would fit with" if i == 0 else "            or"
         out.append(f"  {lead} {r.what}: {format_gib(r.spare_bytes)} GiB to spare ({r.option})")
-    if not e.fits and not e.remedies:
+    if not e.row.fits and not e.remedies:
         out.append("  No change that zplan can run makes it fit.")
     return out
 
@@ -188,10 +201,8 @@ def _source(line: Line) -> str:
     return f"{line.source}: {line.note}" if line.note else line.source
 
 
-def _not_counted() -> list[str]:
-    from zplan.planner.api import NOT_COUNTED
-
-    return ["Not counted", *(f"  - {x}" for x in NOT_COUNTED)]
+def _not_counted(e: Estimate) -> list[str]:
+    return ["Not counted", *(f"  - {x}" for x in e.not_counted)]
 
 
 def plan_report(plan: Plan, files: Sequence[str]) -> str:
@@ -220,3 +231,6 @@ def _setting_rows(plan: Plan) -> Iterator[Decision]:
         shown = " ".join(f"{x:g}" for x in value) if isinstance(value, tuple) else f"{value:g}"
         chosen = name not in plan.settings
         yield Decision(name, shown, chosen, "a default, not a recommendation" if chosen else "asked by --config")
+    schedule = plan.training.schedule
+    if schedule is not None:
+        yield Decision("schedule", schedule.words(plan.training.lr), chosen=False, reason="asked by --config")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from zplan.planner.activations import eager_only
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
@@ -26,6 +27,8 @@ from zplan.planner.textbook import runtime_rate
 from zplan.planner.timeline import timeline
 
 STAGES = (0, 1, 2, 3)
+POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
+"""Families that cannot run a longer sequence than they have positions for."""
 DEFAULT_SEQ = 2048
 SEQ_STEP = 128
 MARGIN = 10
@@ -90,7 +93,7 @@ class Search:
                 "and windowed attention is not built yet",
                 f"use --seq {arch.window} or less",
             )
-        if arch.family == "gpt2" and asked > arch.max_seq:
+        if arch.family in POSITION_TABLES and asked > arch.max_seq:
             raise ZplanError(
                 f"`--seq {asked}` is beyond the position table of `{self.model.spec.name}`, {arch.max_seq} tokens",
                 f"use --seq {arch.max_seq} or less",
@@ -125,6 +128,8 @@ class Search:
         """A choice with everything else as asked for or by default."""
         names = ("precision", "attention", "ring_slots", "piece_numel", "device")
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
+        if eager_only(self.model.arch):
+            fixed.setdefault("attention", "eager")
         return Choice(
             stage=stage,
             world_size=batch.world_size,

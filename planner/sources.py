@@ -83,7 +83,7 @@ def _named(name: str, *, offline: bool) -> Model:
     config = read_preset(name)
     if config is not None:
         hidden = (f"`{name}` is also a file or folder here; write `./{name}` for it",) if os.path.exists(name) else ()
-        return _from_preset(name.lower(), config, "zplan's table", hidden)
+        return _from_config(name.lower(), config, "zplan's table", hidden)
     path = os.path.expanduser(name)
     if os.path.exists(path):
         return _from_path(name, path)
@@ -92,20 +92,6 @@ def _named(name: str, *, offline: bool) -> Model:
     if "/" in name:
         return _from_hub(name, offline=offline)
     raise unknown_model(name)
-
-
-def _from_preset(name: str, config: Mapping[str, Any], source: str, notes: tuple[str, ...] = ()) -> Model:
-    """A model of our table; for families that are not built yet the refusal gives at least the exact count."""
-    from zplan.planner.hfconfig import NOT_BUILT_HINT, SUPPORTED
-    from zplan.planner.presets import read_index
-
-    kind = config["model_type"]
-    if kind in SUPPORTED:
-        return _from_config(name, config, source, notes)
-    count = next(row.num_params for row in read_index() if row.name == name)
-    raise ZplanError(
-        f"model_type `{kind}` of `{name}` is not built yet (its exact count is {count:,} parameters)", NOT_BUILT_HINT
-    )
 
 
 def _from_path(name: str, path: str) -> Model:
@@ -125,7 +111,7 @@ def _from_hub(name: str, *, offline: bool) -> Model:
     preset = preset_of_hub_id(name)
     config = read_preset(preset) if preset else None
     if preset and config is not None:
-        return _from_preset(preset, config, f"zplan's table, as {name}")
+        return _from_config(preset, config, f"zplan's table, as {name}")
     if not is_hub_id(name):
         raise ZplanError(f"`{name}` is no hub id", "a hub id reads org/name")
     config, source = hub_config(name, offline=offline)

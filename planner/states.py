@@ -12,6 +12,9 @@ from zplan.planner.timeline import Timeline
 
 FP32 = 4
 
+NORM_BLOCKS = 1024
+"""Most blocks of one norm launch (`cuda_ops/norm.py`)."""
+
 NUM_SCALARS = 7
 """fp32 scalars of the optimizer: step, norm, clip coefficient, gradient scale, non-finite flag, tokens, scratch."""
 
@@ -38,7 +41,8 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
     for name in ("exp_avg", "exp_avg_sq"):
         lines += by_class(f"optim.{name}", [(p, p.owned_numel * FP32, always) for p in placements], "states")
     lines.append(Line("optim.scalars", NUM_SCALARS * FP32, (always,), "states"))
-    lines.append(Line("optim.norms", num_norms(placements, choice) * FP32, (always,), "states"))
+    lines.append(Line("optim.norms", norm_bytes(placements, choice), (always,), "states"))
+    lines.append(Line("optim.table", table_bytes(placements, choice), (always,), "states"))
     return lines
 
 
@@ -56,8 +60,15 @@ def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[
     ]
 
 
-def num_norms(placements: Sequence[Placement], choice: Choice) -> int:
-    """Partial norms that a step writes: one per `norm_chunk` of every slice that this rank updates."""
+def num_slices(placements: Sequence[Placement], choice: Choice) -> int:
+    """Contiguous stretches that this rank updates: one per piece where states are sharded, one per unit elsewhere."""
+    return sum(len(p.layout.pieces) if shards_states(choice) else 1 for p in placements if not p.frozen)
+
+
+def norm_bytes(placements: Sequence[Placement], choice: Choice) -> int:
+    """Partial norms: the kernels' words on CUDA (`cuda_ops/norm.py`), one fp32 a stretch on the CPU."""
+    if choice.device == "cuda":
+        return 8 * (2 * NORM_BLOCKS + 4 + 2 * num_slices(placements, choice))
     total = 0
     for p in placements:
         if p.frozen:
@@ -67,14 +78,19 @@ def num_norms(placements: Sequence[Placement], choice: Choice) -> int:
             if shards_states(choice)
             else [p.layout.padded_numel]
         )
-        total += sum(-(-n // norm_chunk(choice, n)) for n in lengths)
-    return total
+        total += sum(-(-n // norm_chunk(choice.device, n)) for n in lengths)
+    return total * FP32
 
 
-def norm_chunk(choice: Choice, numel: int) -> int:
+def table_bytes(placements: Sequence[Placement], choice: Choice) -> int:
+    """The step's table of slices on CUDA: eight 64-bit words each (`cuda_ops/adamw.py`)."""
+    return 64 * num_slices(placements, choice) if choice.device == "cuda" else 0
+
+
+def norm_chunk(device: str, numel: int) -> int:
     """Elements of one partial norm.
 
-    A GPU reduces a whole slice as a tree. The CPU kernel adds along lanes and is off by 1e-4 at 3e6 elements, so there it is given
-    short stretches.
+    A GPU reduces a whole slice as a tree. The CPU kernel adds along lanes and is off by 1e-4 at 3e6 elements, so there it is
+    given short stretches.
     """
-    return 16384 if choice.device == "cpu" else max(1, numel)
+    return 16384 if device == "cpu" else max(1, numel)

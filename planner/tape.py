@@ -29,12 +29,10 @@ from zplan.planner.strides import dense_like, is_dense, row_major
 PRIME_B, PRIME_T = 2**31 - 1, 2**61 - 1
 BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 """Exponents of (B, T) of every size that occurs."""
-TILE_32, TILE_128, SORT, SORT_T = range(len(BASIS), len(BASIS) + 4)
-"""Indices of more monomials: B times T rounded up to 32 or to 128, the tiles of attention kernels; B * T and T where
-they are more than `SORT_ABOVE`, else 0."""
+TILE_32, TILE_128, SORT, SORT_POSITIONS = range(len(BASIS), len(BASIS) + 4)
+"""Indices of more monomials: B times T rounded up to 32 or to 128, the tiles of attention kernels; bytes that the
+backward of an embedding of tokens takes to sort their ids, and of one of positions."""
 WIDTH = len(BASIS) + 4
-SORT_ABOVE = 3072
-"""Tokens up to which the backward of an embedding needs no sorting on CUDA."""
 
 PARAMETER_GRADIENT = "parameter gradient"
 
@@ -42,15 +40,14 @@ Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
 
 
-def monomials(b: int, t: int) -> tuple[int, ...]:
+def monomials(b: int, t: int, sort_bytes: int, sort_positions_bytes: int) -> tuple[int, ...]:
     """Values of all monomials, those of the kernels' half included, at batch `b` and sequence `t`."""
-    tokens = b * t
     values = (
         *(b**i * t**j for i, j in BASIS),
         b * ceil_to(t, 32),
         b * ceil_to(t, 128),
-        tokens if tokens > SORT_ABOVE else 0,
-        t if t > SORT_ABOVE else 0,
+        sort_bytes,
+        sort_positions_bytes,
     )
     return values + values
 
@@ -232,11 +229,10 @@ class Tape:
         at, coefficient = _split(nbytes)
         return self._value((nbytes,), 1, (1,), self._allocate(WIDTH + at, coefficient, label))
 
-    def sorted_tokens(self, tokens: int, nbytes: int, label: str) -> Value:
-        """`nbytes` of workspace per token, where there are enough to be sorted."""
-        at, rest = _split(tokens)
-        assert rest == 1, f"{tokens} is no product of batch and sequence"
-        return self._value((nbytes,), 1, (1,), self._allocate(WIDTH + (SORT_T if at == 1 else SORT), nbytes, label))
+    def sort_workspace(self, table: str, label: str) -> Value:
+        """What sorting the ids of an embedding of tokens or positions takes: no monomial, so a term of its own."""
+        at = {"tokens": SORT, "positions": SORT_POSITIONS}[table]
+        return self._value((1,), 1, (1,), self._allocate(WIDTH + at, 1, label))
 
     def _value(self, shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...], storage: Storage) -> Value:
         return Value(self, storage, shape, strides, itemsize)

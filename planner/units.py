@@ -157,6 +157,20 @@ def format_gb(nbytes: int) -> str:
     return text[:-1] if text.endswith("0") else text
 
 
+def format_si(nbytes: int) -> str:
+    """Bytes in GB, MB or KB (powers of 1000), as buckets of so many elements are spoken of.
+
+    Examples
+    --------
+    >>> format_si(1_000_000_000), format_si(19_600_000_000), format_si(400_000), format_si(2_500_000)
+    ('1.0 GB', '19.6 GB', '400 KB', '2.5 MB')
+    """
+    if nbytes >= 10**9:
+        return f"{format_gb(nbytes)} GB"
+    unit, size = ("MB", 10**6) if nbytes >= 10**6 else ("KB", 10**3)
+    return f"{nbytes / size:.3g} {unit}"
+
+
 def format_small(nbytes: int) -> str:
     """Bytes rounded for reading: GiB or MiB with two decimals, KiB or B below.
 

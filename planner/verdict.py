@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from zplan.planner.activations import counted, eager_only
 from zplan.planner.search import DEFAULT_SEQ, STAGES, Row, Search
 from zplan.planner.units import format_gib, format_percent, format_small
 
-Code = Literal["one-gpu", "replicate", "shard", "no-fit"]
+Code = Literal["one-gpu", "replicate", "shard", "no-fit", "open"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ def judge(row: Row, single: Row) -> Verdict:
     return Verdict("shard", f"Memory-bound, shard: {need}. Stage {row.choice.stage} over {n} GPUs fits with {spare}.")
 
 
+def judge_states(row: Row) -> Verdict:
+    """The verdict where activations are not counted: either the states alone are too much, or it is open."""
+    if not row.fits:
+        return judge(row, row)
+    held, spare = gib(row.peak_bytes), gib(row.spare_bytes)
+    text = f"Open: {name_of(row)} holds {held} of {gib(row.capacity_bytes)} without activations, which are not counted"
+    return Verdict("open", f"{text}; they may take {spare}.")
+
+
 def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, ...]:
     """Every value of the choice with its reason, asked or chosen."""
     reasons = dict(_reasons(search, row, rows))
@@ -123,6 +133,8 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         what = "the largest that fits and divides" if row.fits else "the smallest that divides"
         yield "micro_batch", f"{what} {per_rank}"
         yield "accumulation", f"{per_rank} / {c.micro_batch}"
+    if eager_only(search.model.arch):
+        yield "attention", "the class refuses torch's fused attention"
     if search.model.assumed:
         yield "seq", "the default; an assumed shape has no limit"
     else:
@@ -130,6 +142,8 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
 
 
 def _checkpointing_reason(search: Search, row: Row) -> str:
+    if not counted(search.model.spec):
+        return "open, as activations are not counted"
     if row.choice.checkpointing == "none":
         return (
             f"it fits without, and {format_percent(max(row.spare_bytes, 0), row.capacity_bytes)} of the card stay free"

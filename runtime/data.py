@@ -228,11 +228,13 @@ class Batches:
     world_size: int
     rank: int
     seed: int = 0
+    origin: int = 0
+    """Position of step 0: where steps were counted with another global batch before, it is not 0."""
 
     def samples(self, step: int, micro_step: int) -> list[int]:
         """Sample numbers of one micro-step, one per row."""
         per_step = self.micro_batch * self.accumulation * self.world_size
-        first = step * per_step + (micro_step * self.world_size + self.rank) * self.micro_batch
+        first = self.origin + step * per_step + (micro_step * self.world_size + self.rank) * self.micro_batch
         count = self.corpus.num_samples(self.seq)
         return [shuffled(first + row, count, self.seed) for row in range(self.micro_batch)]
 

@@ -6,6 +6,7 @@ The calls are those that people already write: `engine(batch)`, `engine.backward
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from zplan.planner.dsconfig import TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import place_units
 from zplan.runtime.arena import Arena
+from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.detect import find_units
 from zplan.runtime.gatherer import Gatherer
@@ -27,6 +29,7 @@ from zplan.runtime.materialize import Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedAdamW
 from zplan.runtime.reducer import Reducer
+from zplan.runtime.schedule import Scheduler
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned
 
@@ -46,6 +49,8 @@ class Engine(nn.Module):
         The user's module, whose parameters are now views of flat buffers.
     grad_norm
         0-dim fp32 tensor on the device: gradient norm of the last step, averaged, before clipping.
+    global_steps, global_samples
+        Optimizer steps taken and sequences consumed by them, over all ranks; a loaded checkpoint's count goes on.
     on_phase
         Called with the ledger's name of each phase as it begins; None for nobody.
     """
@@ -87,9 +92,13 @@ class Engine(nn.Module):
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
         self.optimizer = ShardedAdamW(self.trained, self.choice, training, self.arena)
+        self.reducer.landed = self.optimizer.landed
+        self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = _LISTENERS[-1] if _LISTENERS else None
         self.global_steps = 0
+        self.global_samples = 0
+        self.checkpoints = Checkpoints(self)
         self.closed = False
         _ENGINES.append(self)
 
@@ -185,6 +194,8 @@ class Engine(nn.Module):
         if not self.is_gradient_accumulation_boundary():
             return
         self.hooks.phase("step")
+        if self.scheduler is not None:
+            self.scheduler.before_step()
         self.optimizer.measure(self.collectives)
         # What the next forward needs first is updated first, and gathered while the rest is updated.
         first, rest = self.hooks.split_schedule(FIRST_UNITS)
@@ -193,9 +204,12 @@ class Engine(nn.Module):
             self.gatherer.invalidate(units)
             for unit in first if units is first else ():
                 self.gatherer.prefetch(unit)
+        if self.scheduler is not None:
+            self.scheduler.count()
         self.optimizer.finish()
         self.reducer.drop()
         self.global_steps += 1
+        self.global_samples += self.choice.global_batch
         self._check_replicas()
         self.hooks.phase("idle")
 
@@ -231,8 +245,9 @@ class Engine(nn.Module):
         """Checked mode: what every rank must hold alike is alike."""
         if not self.collectives.checked:
             return
+        self.hooks.phase("check")
         # The last scalar is scratch, the norms before reduction differ by rank.
-        self.collectives.same_everywhere(checksum(self.optimizer.scalars[:-1]), "the optimizer's step, norm or scale")
+        self.collectives.same_everywhere(checksum(self.optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale")
         if self.choice.stage == 0:
             for u in self.units:
                 self.collectives.same_everywhere(checksum(u.buffer), f"unit `{u.name}`")
@@ -261,17 +276,105 @@ class Engine(nn.Module):
             )
         return self.module.state_dict(*args, **kwargs)
 
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        overwrite: bool = False,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Path:
+        """Write a checkpoint between two steps. Every rank must call it.
+
+        Parameters
+        ----------
+        save_dir
+            Folder of all checkpoints of a run, on a file system that all nodes share.
+        tag
+            Name of this one; `global_step{N}` by default. One that exists is an error unless `overwrite`.
+        client_state
+            JSON values of the caller's own, given back by `load_checkpoint`.
+        keep
+            Delete all but the newest so many, after this one is safe.
+        background
+            Return when the states are copied to the host, and write behind training. Costs 12 bytes of host memory per
+            element that this rank keeps. Errors are raised by the next save, by `wait_for_checkpoint` or by `close`.
+
+        Returns
+        -------
+        Path
+            Where the checkpoint lies, or will.
+        """
+        self._alive()
+        return self.checkpoints.save(
+            Path(save_dir), tag, client_state, overwrite=overwrite, keep=keep, background=background
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        """Until a save in the background is committed; raises what went wrong with it."""
+        self.checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        resume: Resume = "latest",
+        weights_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, whatever world size, stage or precision wrote it. Every rank must call it.
+
+        Parameters
+        ----------
+        tag
+            Which one; by default `resume` decides.
+        resume
+            `latest`: what the file of that name names; that there is none is an error. `auto`: the newest checkpoint that is
+            whole, saying which were skipped and why; a fresh start only where there is none at all.
+        weights_only
+            Leave moments, counters and random states as they are.
+
+        Returns
+        -------
+        tuple
+            Path of the checkpoint (None on a fresh start) and the client state.
+        """
+        self._alive()
+        found = self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
+        if self.scheduler is not None:
+            self.scheduler.count()
+        return found
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> Path:
+        """Write a bf16 folder that transformers' `from_pretrained` loads. Every rank must call it, between two steps.
+
+        Unit by unit, so that it costs one unit in the compute dtype; `save_dir` must not exist yet.
+        """
+        from zplan.runtime.hf_export import export_engine
+
+        self._alive()
+        self.checkpoints.between_steps("export")
+        export_engine(self, Path(save_dir))
+        return Path(save_dir)
+
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Remove hooks, leave the process group if this engine started it. Parameters keep what they show."""
         if self.closed:
             return
-        self.hooks.close()
-        if self in _ENGINES:
-            _ENGINES.remove(self)
-        self.closed = True
-        self.mesh.close()
+        try:
+            self.checkpoints.wait()
+        finally:
+            self.hooks.close()
+            if self in _ENGINES:
+                _ENGINES.remove(self)
+            self.closed = True
+            self.mesh.close()
 
     def _alive(self) -> None:
         if self.closed:
@@ -306,7 +409,7 @@ def initialize(
     checked: bool | None = None,
     units: Sequence[str] | None = None,
     resident: Sequence[str] = (),
-) -> tuple[Engine, ShardedAdamW, Any, None]:
+) -> tuple[Engine, ShardedAdamW, Any, Scheduler | None]:
     """Turn a module into an engine that trains it under a plan or config.
 
     Parameters
@@ -335,7 +438,7 @@ def initialize(
     Returns
     -------
     tuple
-        `(engine, optimizer, loader, None)`; learning-rate schedules are not built yet.
+        `(engine, optimizer, loader, scheduler)`; the scheduler is None where the config has no `scheduler`.
 
     Raises
     ------
@@ -345,10 +448,21 @@ def initialize(
     if checked is None:
         checked = os.environ.get("ZPLAN_CHECK", "0") not in ("", "0")
     mesh = join(pretend_world=world)
+    _say_if_reserved_may_grow(mesh)
     training = _training_config(config, model, mesh)
     engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
     loader = None if training_data is None else _loader(training_data, engine, seed)
-    return engine, engine.optimizer, loader, None
+    return engine, engine.optimizer, loader, engine.scheduler
+
+
+def _say_if_reserved_may_grow(mesh: Mesh) -> None:
+    """Expandable segments keep what the allocator reserves next to what is allocated; they must be set before CUDA starts."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if mesh.device.type == "cuda" and mesh.rank == 0 and "expandable_segments:True" not in settings:
+        sys.stderr.write(
+            "zplan: expandable segments are off, so the allocator may reserve a fifth more than the ledger says; "
+            "set PYTORCH_ALLOC_CONF=expandable_segments:True (`zplan run` does)\n"
+        )
 
 
 def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingConfig:

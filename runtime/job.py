@@ -32,6 +32,16 @@ class Job:
         Be rank 0 of this many in one process; None for a real job.
     cap_bytes
         Limit of the CUDA allocator; None for the whole card.
+    eval_corpus
+        Tokens to evaluate on; None for no evaluation.
+    save_dir, save_every, keep
+        Where checkpoints go, after how many steps each (None: at the end only), and how many stay (None: all).
+    resume
+        `auto`, a tag, or None for a fresh start.
+    weights
+        A model folder to start from; None for random weights.
+    export
+        Where the model folder goes at the end.
     script, arguments
         The user's program and its arguments, for task `script`.
     """
@@ -46,6 +56,13 @@ class Job:
     print_every: int = 1
     world: int | None = None
     cap_bytes: int | None = None
+    eval_corpus: Corpus | None = None
+    save_dir: Path | None = None
+    save_every: int | None = None
+    keep: int | None = None
+    resume: str | None = None
+    weights: Path | None = None
+    export: Path | None = None
     script: Path | None = None
     arguments: tuple[str, ...] = ()
 
@@ -65,6 +82,6 @@ class Job:
     @staticmethod
     def read(path: Path) -> Job:
         raw = json.loads(path.read_text())
-        corpus = raw["corpus"] and Corpus(**{**raw["corpus"], "path": Path(raw["corpus"]["path"])})
-        paths = {k: raw[k] and Path(raw[k]) for k in ("folder", "plan", "script")}
-        return Job(**{**raw, **paths, "corpus": corpus, "arguments": tuple(raw["arguments"])})
+        corpora = {k: raw[k] and Corpus(**{**raw[k], "path": Path(raw[k]["path"])}) for k in ("corpus", "eval_corpus")}
+        paths = {k: raw[k] and Path(raw[k]) for k in ("folder", "plan", "script", "save_dir", "weights", "export")}
+        return Job(**{**raw, **paths, **corpora, "arguments": tuple(raw["arguments"])})

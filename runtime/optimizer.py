@@ -1,8 +1,7 @@
-"""The sharded step: one pass of AdamW over the slices that this rank owns.
+"""The sharded step: which slices this rank updates, and when.
 
-[Note: averaging] Gradients reach the step as plain sums over ranks and micro-steps. Their mean, and the clipping, are one factor
-that the fused kernel divides by as it reads them (`grad_scale`), so neither costs a pass. Norm, clip coefficient and
-the non-finite flag stay on the device; the host never waits for them.
+The arithmetic is in `runtime/adamw.py`. Units are updated in groups, so that what the next forward needs first can be
+gathered while the rest is updated.
 """
 
 from __future__ import annotations
@@ -13,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zplan.cuda_ops import compiler
 from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
+from zplan.planner.layout import Piece
 from zplan.planner.placement import shards_states
-from zplan.planner.states import NUM_SCALARS, norm_chunk, num_norms
+from zplan.planner.states import NUM_SCALARS, norm_bytes, num_slices, table_bytes
+from zplan.runtime.adamw import Hyper, KernelAdamW, Row, Scalars, TorchAdamW, clip_scalars
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.unit import FlatUnit
@@ -26,8 +28,8 @@ from zplan.runtime.unit import FlatUnit
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter 2019) as in `torch.optim.AdamW`, on flat fp32 slices.
 
-    `param_groups` has the one group that learning-rate schedulers read and write. Scalars are 0-dim fp32 tensors on
-    the device: `norm` is the gradient norm after averaging and before clipping, as `clip_grad_norm_` returns it.
+    `param_groups` has the one group that learning-rate schedulers read and write. `norm` is a 0-dim fp32 tensor on the
+    device: the gradient norm after averaging and before clipping, as `clip_grad_norm_` returns it.
     """
 
     def __init__(self, units: list[FlatUnit], choice: Choice, training: TrainingConfig, arena: Arena) -> None:
@@ -41,14 +43,40 @@ class ShardedAdamW:
                 "weight_decay": training.weight_decay,
             }
         ]
-        self.scalars = arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0)
-        self.applied, self.norm, self.coefficient, self.scale, self.skip, self.tokens, self.scratch = (
-            self.scalars.unbind()
-        )
+        self.scalars = Scalars(arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0))
+        placements = [u.placement for u in units]
+        self.norms = arena.take("optim.norms", norm_bytes(placements, choice) // 4, torch.float32, fill=0.0)
+        self.table: Tensor | None = None
+        if nbytes := table_bytes(placements, choice):
+            self.table = arena.take("optim.table", nbytes // 8, torch.int64, fill=0)
+        self.math: TorchAdamW | KernelAdamW
+        if self.table is not None and compiler.usable(arena.device):
+            self.math = KernelAdamW(self.norms.view(torch.int64), self.table, num_slices(placements, choice))
+        else:
+            count = num_slices(placements, choice) if choice.device == "cuda" else self.norms.numel()
+            self.math = TorchAdamW(self.norms[:count])
+        # Last unit first, the order in which reduces land: the first row that went non-finite is the first in time.
+        self.first_row: dict[FlatUnit, int] = {}
+        at = 0
+        for u in reversed(units):
+            self.first_row[u] = at
+            at += len(self._pieces(u))
         self.weighted: bool | None = None
         """Whether gradients of this step are weighted by tokens; None before its first backward."""
         self.measured = False
-        self.norms = arena.take("optim.norms", num_norms([u.placement for u in units], choice), torch.float32, fill=0.0)
+
+    @property
+    def norm(self) -> Tensor:
+        return self.scalars.norm
+
+    @property
+    def applied(self) -> Tensor:
+        """0-dim fp32 tensor: steps applied, those skipped not counted."""
+        return self.scalars.applied
+
+    def landed(self, unit: FlatUnit) -> None:
+        """A unit's gradients are reduced for the last time; called on the stream that reduced them."""
+        self.math.landed(self.first_row[unit], [self._grad(unit, piece) for piece in self._pieces(unit)])
 
     def weigh(self, num_tokens: int | None, *, again: bool) -> None:
         """Note what a backward's loss is the mean of: tokens, or (None) one micro-batch like any other.
@@ -57,27 +85,44 @@ class ShardedAdamW:
         """
         if self.weighted is None:
             self.weighted = num_tokens is not None
-            self.tokens.zero_()
+            self.scalars.tokens.zero_()
         if self.weighted != (num_tokens is not None):
             raise ZplanError(
                 "`num_tokens` was given to some backward calls of this step and not to others",
                 "give it to all of them, or to none",
             )
         if num_tokens is not None and not again:
-            self.tokens.add_(num_tokens)
+            self.scalars.tokens.add_(num_tokens)
 
     @torch.no_grad()
     def measure(self, collectives: Collectives, *, clip: float | None = None) -> None:
-        """Global norm, clip coefficient, the factor that gradients are divided by, and the skip flag. See [Note: averaging].
+        """Global norm, clip coefficient, divisor and skip flag. See [Note: averaging] in `runtime/adamw.py`.
 
         `clip` stands for the config's `gradient_clipping` in this step; a second call in a step changes nothing else.
         """
-        if not self.measured:
-            self._measure([grad for u in self.units for _, grad, _, _ in self._rows(u)], collectives)
-            self.applied.add_(1.0).sub_(self.skip)
-        if not self.measured or clip is not None:
-            self._clip(self.training.clip if clip is None else clip)
+        s, limit = self.scalars, self.training.clip if clip is None else clip
+        mean = 1.0 if self.weighted else 1.0 / (self.choice.world_size * self.choice.accumulation)
+        if self.measured and clip is None:
+            return
+        if self.measured:
+            clip_scalars(s, mean=mean, clip=limit)
+        else:
+            self._settle(collectives, mean, limit)
+        if self.weighted:
+            s.scale.mul_(s.tokens)
         self.measured = True
+
+    def _settle(self, collectives: Collectives, mean: float, clip: float) -> None:
+        s = self.scalars
+        grads = [self._grad(u, piece) for u in self.units for piece in self._pieces(u)]
+        total = self.math.square_sum(grads, s, device=self.choice.device)
+        if shards_states(self.choice):
+            collectives.all_reduce(total, "gradient norm")
+        if self.weighted:
+            if self.choice.world_size > 1:
+                collectives.all_reduce(s.tokens, "tokens")
+            total.div_(s.tokens).div_(s.tokens)
+        self.math.settle(total, s, mean=mean, clip=clip)
 
     def finish(self) -> None:
         """The step is over."""
@@ -85,90 +130,33 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def update(self, units: Sequence[FlatUnit]) -> None:
-        """Update some units' slices, and write the compute dtype where a resident buffer exists. `measure` comes first."""
-        rows = [row for u in units for row in self._rows(u)]
-        if not rows:
-            return
-        group = self.param_groups[0]
-        masters, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*rows, strict=True))
-        torch._fused_adamw_(
-            masters,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [self.applied] * len(rows),
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-            grad_scale=self.scale,
-            found_inf=self.skip,
-        )
-        for u in units:
-            self._publish(u)
+        """Update some units' slices and their resident compute-dtype buffers. `measure` comes first."""
+        rows = [self._row(u, piece) for u in units for piece in self._pieces(u)]
+        if rows:
+            group = self.param_groups[0]
+            hyper = Hyper(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"])
+            self.math.update(rows, self.scalars, hyper)
 
-    def _measure(self, grads: list[Tensor], collectives: Collectives) -> None:
-        if self.weighted and self.choice.world_size > 1:
-            collectives.all_reduce(self.tokens, "tokens")
-        parts = [part for grad in grads for part in grad.split(norm_chunk(self.choice, grad.numel()))]
-        for out, part in zip(self.norms.unbind(), parts, strict=True):
-            torch.linalg.vector_norm(part, out=out)
-        torch.linalg.vector_norm(self.norms, out=self.norm)
-        if shards_states(self.choice):
-            self.norm.square_()
-            collectives.all_reduce(self.norm, "gradient norm")
-            self.norm.sqrt_()
-        self.norm.mul_(self._mean())
-        # x - x is 0 for a finite x and NaN otherwise, and only NaN differs from 0.
-        torch.sub(self.norm, self.norm, out=self.skip)
-        self.skip.ne_(0.0)
+    def _pieces(self, u: FlatUnit) -> Sequence[Piece | None]:
+        """Slices of a unit that this rank updates: its slice of each piece, or the whole (None) where nothing is sharded."""
+        return u.layout.pieces if shards_states(self.choice) else (None,)
 
-    def _clip(self, limit: float) -> None:
-        self.coefficient.fill_(1.0)
-        if limit > 0:
-            torch.add(self.norm, 1e-6, out=self.scratch)
-            torch.div(self.coefficient.fill_(limit), self.scratch, out=self.coefficient)
-            self.coefficient.clamp_(max=1.0)
-        torch.reciprocal(self.coefficient, out=self.scale)
-        self.scale.div_(self._mean())
+    def _grad(self, u: FlatUnit, piece: Piece | None) -> Tensor:
+        assert u.grad is not None, f"unit {u.name} has no gradient"
+        if piece is None:
+            return u.grad
+        whole = u.grad.numel() == u.layout.padded_numel
+        return u.own(u.grad, piece) if whole else u.shard_of(u.grad, piece)
 
-    def _mean(self) -> float | Tensor:
-        """What turns the sums over ranks and micro-steps into a mean."""
-        if not self.weighted:
-            return 1.0 / (self.choice.world_size * self.choice.accumulation)
-        return torch.reciprocal(self.tokens, out=self.scratch)
-
-    def _rows(self, u: FlatUnit) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """(master, gradient, exp_avg, exp_avg_sq) of every contiguous slice that this rank updates."""
-        assert u.grad is not None and u.exp_avg is not None and u.exp_avg_sq is not None, (
-            f"unit {u.name} has no gradient"
-        )
-        if not shards_states(self.choice):
-            return [(u.buffer if u.master is None else u.master, u.grad, u.exp_avg, u.exp_avg_sq)]
-        whole_grad = u.grad.numel() == u.layout.padded_numel
-        return [
-            (
-                u.own(u.buffer, piece) if u.master is None else u.shard_of(u.master, piece),
-                u.own(u.grad, piece) if whole_grad else u.shard_of(u.grad, piece),
-                u.shard_of(u.exp_avg, piece),
-                u.shard_of(u.exp_avg_sq, piece),
-            )
-            for piece in u.layout.pieces
-        ]
-
-    def _publish(self, u: FlatUnit) -> None:
-        """Write this rank's new values into the resident flat buffer."""
-        if u.flat is None or u.master is None:
-            return
-        if not shards_states(self.choice):
-            u.flat.copy_(u.master)
-            return
-        for piece in u.layout.pieces:
-            u.own(u.flat, piece).copy_(u.shard_of(u.master, piece))
+    def _row(self, u: FlatUnit, piece: Piece | None) -> Row:
+        assert u.exp_avg is not None and u.exp_avg_sq is not None
+        owned = [u.exp_avg, u.exp_avg_sq] if u.master is None else [u.master, u.exp_avg, u.exp_avg_sq]
+        states = owned if piece is None else [u.shard_of(t, piece) for t in owned]
+        flat = None if u.flat is None else u.flat if piece is None else u.own(u.flat, piece)
+        if u.master is None:
+            assert flat is not None, f"unit {u.name} has neither master nor flat buffer"
+            return Row(flat, self._grad(u, piece), states[0], states[1], None)
+        return Row(states[0], self._grad(u, piece), states[1], states[2], flat)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own signature
         """Nothing to do: gradients are consumed by the step."""

@@ -92,7 +92,7 @@ class Outcome:
         from tabulate import tabulate
 
         if not self.measured:
-            return "bytes were not measured: that takes two steps, and this run had one"
+            return "bytes were not measured: that takes two steps, and this run had fewer"
         shown = self.worst(tolerance)
         rows = [x.cells() for x in sorted(shown.lines, key=_order)]
         rows += _first([(f"not in the plan: {x.name}", *x.cells()[1:]) for x in shown.stray])

@@ -67,7 +67,7 @@ def available_host_bytes() -> int:
 
 
 def process_bytes() -> int:
-    """Host memory that a rank takes before it holds any tensor, measured on this process, which has torch loaded too."""
+    """Host memory of a rank that holds no tensor yet, measured on this process, which has torch loaded too."""
     import psutil
 
     return int(psutil.Process().memory_full_info().uss)
@@ -107,7 +107,8 @@ def check_device_memory(ledger: Ledger, device: torch.device) -> None:
     need = ledger.peak_bytes() - sum(x.total_bytes for x in ledger.lines if x.id in ALREADY)
     if need > free:
         raise ZplanError(
-            f"GPU {device.index} has {format_small(free)} of {format_small(total)} free and the plan's peak needs {format_small(need)}",
+            f"GPU {device.index} has {format_small(free)} of {format_small(total)} free "
+            f"and the plan's peak needs {format_small(need)}",
             "end what else runs on that GPU (see nvidia-smi), or plan with a smaller --mem",
         )
 

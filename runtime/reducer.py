@@ -12,6 +12,7 @@ when compute waits for copies that are long done, and only then are they freed.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Reducer:
         self.order = list(reversed(units))
         self.next = 0
         self.ready: set[FlatUnit] = set()
+        self.landed: Callable[[FlatUnit], None] | None = None
+        """Called on the reduce stream after a reduce of the last micro-step; the last call for a unit counts."""
         self.slot: Tensor | None = None
         self.retained: list[tuple[str, Tensor]] = []
         """(size class, gradient) of the unit that was reduced last."""
@@ -70,8 +73,13 @@ class Reducer:
     @property
     def sums_ranks(self) -> bool:
         """Whether whole gradients are summed over ranks in this backward: it ends the last micro-step."""
+        return self.choice.world_size > 1 and not self.held and self.in_last_micro_step
+
+    @property
+    def in_last_micro_step(self) -> bool:
+        """Whether the step follows, after this backward or one that adds to it."""
         index = self.micro_step if self.fresh else self.micro_step - 1
-        return self.choice.world_size > 1 and not self.held and index >= self.choice.accumulation - 1
+        return index >= self.choice.accumulation - 1
 
     @torch.no_grad()
     def land(self, unit: FlatUnit) -> None:
@@ -152,6 +160,8 @@ class Reducer:
                 self._reduce_through_slot(unit, landed, grad, self.slot)
             else:
                 self._reduce_in_place(unit, landed, grad)
+            if self.landed is not None and self.in_last_micro_step:
+                self.landed(unit)
         self.retained = [(unit.placement.size_class, g) for g in landed if g is not None]
 
     def _reduce_in_place(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor) -> None:

@@ -28,6 +28,16 @@ MEASURED_STEPS = 2
 
 
 @dataclass(frozen=True)
+class Saving:
+    """Checkpoints of a run. `every` None saves at the end only; `keep` None keeps all; `resume` is `auto`, a tag or None."""
+
+    folder: Path
+    every: int | None = None
+    keep: int | None = None
+    resume: str | None = None
+
+
+@dataclass(frozen=True)
 class Training:
     """What to do with a plan's own model.
 
@@ -43,6 +53,14 @@ class Training:
         Be rank 0 of this many in one process; None starts the plan's ranks.
     cap_bytes
         What the CUDA allocator may take.
+    eval_data
+        Text to evaluate on, at every save and at the end.
+    saving
+        Checkpoints: where, when, and whether to go on from one.
+    weights
+        A model folder to start from.
+    export
+        Where a model folder is written at the end.
     """
 
     data: Path | None
@@ -53,6 +71,10 @@ class Training:
     measured_steps: int = MEASURED_STEPS
     world: int | None = None
     cap_bytes: int | None = None
+    eval_data: Path | None = None
+    saving: Saving | None = None
+    weights: Path | None = None
+    export: Path | None = None
 
 
 def train(path: Path, wanted: Training) -> Outcome:
@@ -60,6 +82,8 @@ def train(path: Path, wanted: Training) -> Outcome:
     plan, gpus = look(path, world=wanted.world)
     if wanted.cap_bytes is not None and not gpus:
         raise ZplanError("--cap limits a GPU's allocator and this run is on the CPU", "leave --cap out")
+    check_files(plan, wanted)
+    saving = wanted.saving
     with tempfile.TemporaryDirectory(prefix="zplan-") as name:
         folder = Path(name)
         job = Job(
@@ -73,6 +97,13 @@ def train(path: Path, wanted: Training) -> Outcome:
             print_every=wanted.print_every,
             world=wanted.world,
             cap_bytes=wanted.cap_bytes,
+            eval_corpus=eval_corpus_for(plan, wanted, folder),
+            save_dir=saving and saving.folder.resolve(),
+            save_every=saving and saving.every,
+            keep=saving and saving.keep,
+            resume=saving and saving.resume,
+            weights=wanted.weights and wanted.weights.resolve(),
+            export=wanted.export and wanted.export.resolve(),
         )
         ranks = plan.choice.world_size if wanted.world is None else 1
         launch(WORKER, [str(job.write())], world_size=ranks, folder=folder, cpu=not gpus)
@@ -134,6 +165,40 @@ def corpus_for(plan: Plan, wanted: Training, folder: Path) -> Corpus:
         f"{corpus.num_files:,} files: {corpus.num_samples(t.seq):,} sequences of {t.seq:,}"
     )
     return corpus
+
+
+def eval_corpus_for(plan: Plan, wanted: Training, folder: Path) -> Corpus | None:
+    """Tokens to evaluate on, with the tokenizer of training."""
+    if wanted.eval_data is None:
+        return None
+    t = plan.choice
+    assert plan.spec.arch is not None, f"{plan.spec.name} has no shape"
+    tokenizer = find_tokenizer(_tokenizer_folder(plan, wanted.tokenizer), vocab=plan.spec.arch.vocab)
+    (folder / "eval").mkdir()
+    corpus = prepare(find_files(wanted.eval_data), tokenizer, folder / "eval")
+    check_enough(corpus, wanted.eval_data, seq=t.seq, global_batch=t.micro_batch * t.world_size)
+    return corpus
+
+
+def check_files(plan: Plan, wanted: Training) -> None:
+    """Refuse before any rank starts what would otherwise be found at the first save, or at the very end."""
+    if wanted.export is not None and wanted.export.exists():
+        raise ZplanError(f"`{wanted.export}` exists", "name a folder for --export that does not exist yet")
+    if wanted.weights is not None:
+        from zplan.runtime.hf_import import ModelWeights
+
+        assert plan.spec.arch is not None, f"{plan.spec.name} has no shape"
+        ModelWeights(wanted.weights, plan.spec.arch)
+    saving = wanted.saving
+    if saving is not None and saving.folder.is_dir() and saving.resume is None:
+        from zplan.runtime.checkpoint_folder import manifests
+
+        found = [tag for tag, _ in manifests(saving.folder)]
+        if found:
+            raise ZplanError(
+                f"`{saving.folder}` holds checkpoints of an earlier run, the newest `{found[0]}`",
+                "go on from them with --resume auto, or name another --save-dir",
+            )
 
 
 def _tokenizer_folder(plan: Plan, asked: str | None) -> Path | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from zplan.planner.errors import ZplanError
 from zplan.planner.ledger import Ledger, Line
 from zplan.planner.overhead import workspace_lines
 from zplan.planner.plan_file import Plan, load_plan
@@ -18,12 +21,18 @@ from zplan.runtime.board import Board
 from zplan.runtime.data import Batches
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.engine import Engine, initialize, meta_init
+from zplan.runtime.hf_import import ModelWeights
 from zplan.runtime.job import Job
+from zplan.runtime.materialize import Initializer
 from zplan.runtime.mesh import own_device
 from zplan.runtime.outcome import write_measured
 from zplan.runtime.preflight import check_device_memory, limit_device_memory
 from zplan.runtime.progress import Progress, StepRecord, memory_now
 from zplan.runtime.verify import Meter
+
+
+EVAL_BATCHES = 64
+"""Most micro-batches per rank of one evaluation."""
 
 
 def train(job: Job, board: Board) -> None:
@@ -39,14 +48,20 @@ def train(job: Job, board: Board) -> None:
     board.enter("initialization")
     with Meter(device) if job.measured_steps else nullcontext() as meter:
         engine = build(plan, job)
+        resume(engine, job)
+        if engine.global_steps:
+            board.step = engine.global_steps + 1
         run = Run(engine, plan, job, board, meter)
-        for step in range(1, job.measured_steps + 1):
+        first = engine.global_steps + 1
+        measured = first + job.measured_steps if job.steps - first + 1 >= job.measured_steps else first
+        for step in range(first, measured):
             run.step(step)
-        if meter is not None:
+        if meter is not None and measured > first:
             write_measured(job.folder, board.rank, str(device), meter.compare(ledger_of(plan, engine)))
     run.follow(None)
-    for step in range(job.measured_steps + 1, job.steps + 1):
+    for step in range(measured, job.steps + 1):
         run.step(step)
+    run.finish()
     board.enter("end")
     if board.rank == 0:
         run.progress.write(job.results)
@@ -59,14 +74,41 @@ def build(plan: Plan, job: Job) -> Engine:
     assert arch is not None, f"{plan.spec.name} has no shape"
     with meta_init():
         model = Decoder(arch, checkpointing=plan.training.checkpointing, attention=plan.training.attention)
-    engine, *_ = initialize(
-        model=model,
-        config=plan,
-        init=lambda name, tensor: init_parameter(name, tensor, job.seed),
-        seed=job.seed,
-        world=job.world,
-    )
+    init: Initializer = partial(init_parameter, seed=job.seed)
+    if job.weights is not None:
+        init = ModelWeights(job.weights, arch).fill
+    engine, *_ = initialize(model=model, config=plan, init=init, seed=job.seed, world=job.world)
     return engine
+
+
+def resume(engine: Engine, job: Job) -> None:
+    """Go on from a checkpoint where the job says so; refused when it was trained on other data."""
+    if job.resume is None:
+        return
+    assert job.save_dir is not None
+    if job.resume == "auto":
+        path, state = engine.load_checkpoint(job.save_dir, resume="auto")
+    else:
+        path, state = engine.load_checkpoint(job.save_dir, job.resume)
+    mine = data_identity(job)
+    if path is not None and state != mine:
+        said = ", ".join(f"{k} {state.get(k, 'unknown')} there and {mine[k]} here" for k in mine if state.get(k) != mine[k])
+        raise ZplanError(
+            f"`{path}` stands in the middle of other data: {said}",
+            "give the same --data and --seed; to train on other data, export and start with --weights",
+        )
+    if engine.global_steps >= job.steps and engine.rank == 0:
+        say(f"step {engine.global_steps} of {job.steps} is done: nothing is left to train")
+
+
+def data_identity(job: Job) -> dict[str, int]:
+    """What makes a position in the data mean the same samples."""
+    assert job.corpus is not None
+    return {"seed": job.seed, "num_tokens": job.corpus.num_tokens}
+
+
+def say(text: str) -> None:
+    print(f"zplan: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def ledger_of(plan: Plan, engine: Engine) -> Ledger:
@@ -77,7 +119,8 @@ def ledger_of(plan: Plan, engine: Engine) -> Ledger:
     lines: tuple[Line, ...] = ()
     if engine.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(engine.device)
-        lines = workspace_lines(f"{major}.{minor}", timeline(plan.spec.units).phases)
+        biased = plan.spec.arch is not None and plan.spec.arch.family == "gpt2"
+        lines = workspace_lines(f"{major}.{minor}", timeline(plan.spec.units).phases, biased=biased)
     return predict(plan.spec, engine.choice, overheads=lines)
 
 
@@ -88,9 +131,12 @@ class Run:
         assert job.corpus is not None
         c = engine.choice
         self.engine, self.job, self.board = engine, job, board
+        origin = engine.global_samples - engine.global_steps * c.global_batch
         self.batches = Batches(
-            job.corpus, plan.choice.seq, c.micro_batch, c.accumulation, c.world_size, engine.rank, seed=job.seed
+            job.corpus, plan.choice.seq, c.micro_batch, c.accumulation, c.world_size, engine.rank, job.seed, origin
         )
+        self.saved: int | None = None
+        self.evaluated: int | None = None
         self.progress = Progress(job.steps, job.print_every)
         self.follow(meter)
 
@@ -134,6 +180,55 @@ class Run:
             ranks = 1 if self.job.world else engine.world_size  # pretended ranks compute nothing
             tokens = ranks * self.batches.micro_batch * accumulation * self.batches.seq
             self.progress.add(StepRecord(step, mean, norm, seconds, tokens, memory_now(engine.device, self.meter)))
+        if self.job.save_every and step % self.job.save_every == 0:
+            self.save()
+            if self.meter is None:  # a forward without backward has no place in the measured steps
+                self.evaluate()
+
+    def finish(self) -> None:
+        """What is due at the end: the last checkpoint, the evaluation, the model folder."""
+        engine, job = self.engine, self.job
+        if job.save_dir is not None and self.saved != engine.global_steps and engine.global_steps:
+            self.save()
+        if self.evaluated != engine.global_steps:
+            self.evaluate()
+        if job.export is not None:
+            self.board.enter("export")
+            engine.save_16bit_model(job.export)
+
+    def save(self) -> None:
+        """A checkpoint of this step. One of an abandoned branch, beyond what was resumed, is replaced."""
+        engine, job = self.engine, self.job
+        assert job.save_dir is not None
+        self.board.enter("save")
+        start = time.perf_counter()
+        path = engine.save_checkpoint(
+            job.save_dir, client_state=data_identity(job), overwrite=job.resume is not None, keep=job.keep
+        )
+        self.saved = engine.global_steps
+        if engine.rank == 0:
+            say(f"saved `{path}` in {time.perf_counter() - start:.2f} s")
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Mean loss over the first sequences of the evaluation text; prints on rank 0.
+
+        Forwards of micro-batches as in training, without what backward would need, so it takes less memory than a step.
+        """
+        engine, corpus = self.engine, self.job.eval_corpus
+        self.evaluated = engine.global_steps
+        if corpus is None:
+            return
+        b = self.batches
+        batches = Batches(corpus, b.seq, b.micro_batch, 1, b.world_size, b.rank)
+        count = min(EVAL_BATCHES, corpus.num_samples(b.seq) // (b.micro_batch * b.world_size))
+        total = 0.0
+        for i in range(count):
+            ids, labels = (x.to(engine.device) for x in batches.batch(i, 0))
+            total += float(engine(ids, labels))
+        mean = mean_over_ranks(engine, f"eval/{engine.global_steps}", total / count)
+        if engine.rank == 0:
+            say(f"step {engine.global_steps}: loss {mean:.4f} on {count * b.micro_batch * b.world_size:,} held-out sequences")
 
 
 def mean_over_ranks(engine: Engine, key: str, value: float) -> float:

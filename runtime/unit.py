@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zplan.cuda_ops import compiler
+from zplan.cuda_ops.copy import GradCopy
 from zplan.planner.layout import Piece
 from zplan.planner.placement import Placement
 from zplan.runtime.arena import Arena
@@ -50,6 +52,7 @@ class FlatUnit:
         self.open = False
         self.summoned = False
         """Shown whole by `summon`, which alone ends that."""
+        self.copier: GradCopy | None = None
         self.filled = False
         """`grad` holds gradients of this step, to be added to."""
         self.summed = False
@@ -126,9 +129,16 @@ class FlatUnit:
     def copy_grads(self, grads: list[Tensor | None], target: Tensor, start: int, end: int, *, add: bool) -> None:
         """Write gradients into `target` (fp32, 1D), which stands for elements `[start, end)` of the flat buffer.
 
+        One kernel launch on CUDA, else an op per parameter.
+
         Missing gradients count as zero. Without `add`, stretches that no parameter fills are zeroed, so that a reused
         buffer leaves nothing behind in the padding.
         """
+        if compiler.usable(target.device):
+            if self.copier is None:
+                self.copier = GradCopy([(e.offset, e.end) for e in self.layout.entries])
+            self.copier(grads, target, start, add=add)
+            return
         if not add:
             for gap_start, gap_end in self.layout.gaps():
                 lo, hi = max(gap_start, start), min(gap_end, end)

@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 
 from zplan.planner.ledger import Ledger, Line
-from zplan.planner.overhead import CUBLAS
+from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 
 ACTIVATIONS = "act"
 """Name under which the walk puts what no owner holds."""
+
+WORKSPACES = (CUBLAS, CUBLASLT)
+"""The only overheads that lie inside torch's allocator."""
 
 BACKWARD = "backward"
 """Birth of everything that backward made."""
@@ -95,7 +98,9 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield "params.placeholder", nan
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
-    yield "optim.scalars", engine.optimizer.scalars
+    yield "optim.scalars", engine.optimizer.scalars.buffer
+    if engine.optimizer.table is not None:
+        yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms
     if engine.reducer.slot is not None:
         yield "grads.slot", engine.reducer.slot
@@ -226,7 +231,7 @@ def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tup
     """What must be alive between phase `at` and the next, keyed as `Meter._snapshot` keys it."""
     out: Counter[tuple[str, str]] = Counter()
     for line in ledger.lines:
-        if line.tier != "device" or (line.kind == "overhead" and line.id != CUBLAS):
+        if line.tier != "device" or (line.kind == "overhead" and line.id not in WORKSPACES):
             continue
         for span in line.spans:
             if _crosses(line, span, at, turn):
@@ -243,7 +248,7 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
 
 
 def _key(ledger: Ledger, line: Line, first: int, turn: int, *, by_birth: bool) -> tuple[str, str]:
-    if line.id == CUBLAS:
+    if line.id in WORKSPACES:
         return ACTIVATIONS, ""
     if line.kind != "activations" or (line.id.startswith("grads.") and line.id != "grads.tied"):
         return line.id, ""

@@ -27,6 +27,7 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 PRELOAD = [
     "pytest",
     "torch",
+    "torch._dynamo",  # building on the meta device imports it, 2 s for every rank
     "torch.distributed",
     "torch.utils.checkpoint",
     "zplan.runtime.decoder",

@@ -129,9 +129,9 @@ ERRORS = [
         "error: unknown model `lama-2-7b`\n\nhint: did you mean `llama-2-7b`?\n",
     ),
     (
-        ["estimate", "--model", "qwen3-8b", "--gpus", "8", "--mem", "24"],
-        "error: model_type `qwen3` of `qwen3-8b` is not built yet (its exact count is 8,190,735,360 parameters)\n\n"
-        "hint: zplan knows the Llama, Mistral and GPT-2 families; `zplan models` lists what it can plan\n",
+        ["plan", "--model", "qwen3-8b", "--gpus", "8", "--mem", "80"],
+        "error: `model_type` of `qwen3-8b` is `qwen3`, which is estimate only: zplan has no decoder for it\n\n"
+        "hint: zplan runs llama, mistral and gpt2; train another module by your own script, with zplan.initialize\n",
     ),
     (
         [*HEADLINE, "--global-batch", "100"],
@@ -244,7 +244,7 @@ def test_models_and_gpus(run):
     assert code == 0 and len(lines) == 95
     (row,) = [x for x in lines if x.startswith("  llama-2-7b ")]
     assert "6,738,415,616" in row and " yes " in row
-    assert any("not yet" in x and "qwen3-8b" in x for x in lines)
+    assert any("estimate only" in x and "qwen3-8b" in x for x in lines)
     assert len(json.loads(run("models", "--json")[1])) == 94
     code, out, _ = run("gpus")
     assert (

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zplan.planner import dskeys
+from zplan.planner.autofill import SETTLED, settle_autos
 from zplan.planner.batch import KEYS, solve_batch
 from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig, from_choice, from_mapping, read_settings, to_mapping
@@ -124,18 +125,15 @@ def test_what_is_left_out_has_deepspeeds_meaning():
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "is the number 0", "at least 1"),
         ({"zero_optimization": True}, "is true", "an object"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "`offload_optimizer`", '"none"'),
-        ({"zero_optimization": {"contiguous_gradients": False}}, "not built yet", "use true"),
         ({"zero_optimization": {"overlap_comm": "true"}}, 'is the string "true"', "without quotes"),
         ({"fp16": {"enabled": True}}, "`fp16` of `ds.json` asks for something that is not built yet", "bf16"),
-        ({"fp16": {"enabled": "auto"}}, "`fp16`", "bf16"),
         ({"bf16": {"enabled": "true"}}, 'the string "true"', "without quotes"),
-        ({"bf16": {"enabled": "auto"}}, 'is "auto"', "true or false"),
-        ({"gradient_clipping": "auto"}, 'is "auto"', "write a number"),
+        ({"steps_per_print": "auto"}, 'is "auto"', "write a whole number"),
         ({"gradient_clipping": -1}, "is the number -1", "at least 0"),
         ({"train_batch_size": True}, "`train_batch_size` of `ds.json` is true", "whole number"),
         ({"train_batch_size": 1.5}, "1.5", "whole number"),
         ({"train_batch_size": -8}, "-8", "at least 1"),
-        ({"scheduler": {"type": "WarmupLR"}}, "`scheduler`", "constant"),
+        ({"scheduler": {"type": "Warmup"}}, "no schedule `Warmup`", "`WarmupLR`"),
         ({"wall_clock_breakdown": True}, "`wall_clock_breakdown`", "leave it out"),
         (
             {"activation_checkpointing": {"partition_activations": True}},
@@ -173,7 +171,16 @@ def test_numbers_must_be_finite(value):
 def test_inert_keys_are_accepted_with_a_note(key):
     c = from_mapping({**ONE, "zero_optimization": {key: 7}}, world_size=2)
     assert len(c.notes) == 1 and f"`{key}`" in c.notes[0] and "changes nothing" in c.notes[0]
-    assert 'is "auto"' in refusal({**ONE, "zero_optimization": {key: "auto"}}).message
+    if ("zero_optimization", key) not in SETTLED:
+        assert 'is "auto"' in refusal({**ONE, "zero_optimization": {key: "auto"}}).message
+
+
+def test_steps_that_are_not_finite_are_skipped_whatever_bf16_says():
+    """The engine knows no other way, so true is what is written and false is told about."""
+    for value, noted in ((True, False), (None, False), (False, True)):
+        c = from_mapping({**ONE, "bf16": {"enabled": True, "check_grad_overflow": value}}, world_size=1)
+        assert any("`check_grad_overflow`" in n and "is skipped" in n for n in c.notes) is noted
+    assert to_mapping(c, largest_block_numel=1)["bf16"] == {"enabled": True, "check_grad_overflow": True}
 
 
 @pytest.mark.parametrize(
@@ -191,6 +198,56 @@ def test_inert_keys_are_accepted_with_a_note(key):
 )
 def test_neutral_values_are_accepted(key, value):
     assert from_mapping({**ONE, key: value}, world_size=2).notes == ()
+
+
+@pytest.mark.parametrize("key", sorted(dskeys.ZERO_MAPPED))
+def test_mapped_keys_take_the_one_way_there_is(key):
+    value, why = dskeys.ZERO_MAPPED[key]
+    for given_, noted in ((value, 0), (not value, 1), (None, 0)):
+        c = from_mapping({**ONE, "zero_optimization": {key: given_}}, world_size=2)
+        assert [why in n and "is taken as" in n for n in c.notes] == [True] * noted
+
+
+TRAINER = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto"},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": 0.1}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+}
+
+
+def test_auto_is_settled_and_told():
+    found, notes = read_settings(TRAINER)
+    assert found == {
+        "clip": 1.0,
+        "lr": 1e-4,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "stage": 2,
+    }
+    assert sum('is "auto"' in n for n in notes) == 11
+    assert any("`train_batch_size`" in n and "zplan chooses" in n for n in notes)
+    assert TRAINER["optimizer"]["params"]["lr"] == "auto", "the user's own mapping was changed"
+
+
+def test_auto_without_a_planner():
+    """The engine has nobody to choose a batch; a precision it has."""
+    assert '"auto", and nothing else says the batch' in refusal(TRAINER).message
+    c = from_mapping({**TRAINER, "train_micro_batch_size_per_gpu": 2}, world_size=4)
+    assert (c.micro_batch, c.precision, c.piece_numel) == (2, "bf16", 32 * 2**20)
+    assert from_mapping({**ONE, "fp16": {"enabled": "auto"}}, world_size=1).precision == "bf16"
+    off = {**ONE, "fp16": {"enabled": "auto"}, "bf16": {"enabled": True}}
+    assert from_mapping(off, world_size=1).precision == "bf16"
+
+
+def test_settling_leaves_everything_else_alone():
+    plain = {"a": 1, "optimizer": {"type": "auto"}, "zero_optimization": {"sub_group_size": "auto"}, "fp16": None}
+    assert settle_autos(plain) == (plain, {})
 
 
 configs = st.builds(

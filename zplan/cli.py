@@ -17,9 +17,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "estimate": ("Plan", "zplan.cli", "estimate", "Say whether a training fits, and how to run it."),
     "plan": ("Plan", "zplan.cli", "plan", "Choose, and write plan.json and ds_config.json."),
+    "check": ("Plan", "zplan.cli_config", "check", "Say what is wrong in a DeepSpeed, accelerate or FSDP config."),
+    "emit": ("Plan", "zplan.cli_config", "emit", "Write a plan as another tool's config or script."),
     "run": ("Run", "zplan.cli_run", "run", "Train what a plan says, on real text or with a script."),
     "verify": ("Run", "zplan.cli_run", "verify", "Run a few steps and compare every line with the plan."),
     "demo": ("Run", "zplan.cli_run", "demo", "Plan and train a small model on two CPU ranks."),
+    "checkpoint": ("Run", "zplan.cli_checkpoint", "checkpoint", "List, verify, export and compare checkpoints."),
     "models": ("Inspect", "zplan.cli", "models", "List the models that zplan knows by name."),
     "gpus": ("Inspect", "zplan.cli", "gpus", "List the GPUs that zplan knows by name."),
 }

@@ -85,13 +85,18 @@ def tolerance_of(outcome: Any, given: float | None = None) -> float:
 @click.option("--steps", type=click.IntRange(1), help="Optimizer steps.  [default: 10]")
 @SEED
 @TOKENIZER
-def run(
-    plan: Path, script: tuple[str, ...], data: Path | None, steps: int | None, seed: int, tokenizer: str | None
-) -> None:
+@click.option("--save-dir", type=click.Path(path_type=Path), metavar="FOLDER", help="Checkpoints: one at the end ...")
+@click.option("--save-every", type=click.IntRange(1), metavar="STEPS", help="... and one after every so many steps.")
+@click.option("--keep", type=click.IntRange(1), metavar="N", help="Delete all but the newest N.  [default: keep all]")
+@click.option("--resume", metavar="auto|TAG", help="Go on from --save-dir: its newest whole checkpoint, or this one.")
+@click.option("--weights", type=click.Path(path_type=Path), metavar="FOLDER", help="Start from a model folder.")
+@click.option("--eval-data", type=click.Path(path_type=Path), help="Held-out text: its loss at every save and the end.")
+@click.option("--export", type=click.Path(path_type=Path), metavar="FOLDER", help="Write a model folder at the end.")
+def run(plan: Path, script: tuple[str, ...], data: Path | None, steps: int | None, seed: int, **more: Any) -> None:
     """Train under a plan: its own model on --data, or a SCRIPT that calls zplan.initialize.
 
     One process per rank is started on this machine. Progress goes to stderr, the table of predicted and measured bytes
-    to stdout.
+    to stdout. With --resume, --steps counts from the very first step.
     """
     from zplan.runtime.start import Training, run_script, train
 
@@ -99,18 +104,33 @@ def run(
         what = "both --data and a script are" if script else "neither --data nor a script is"
         raise ZplanError(f"{what} given", "zplan run plan.json --data FILE_OR_FOLDER, or zplan run plan.json train.py")
     if script:
-        for name, value in (("--steps", steps), ("--tokenizer", tokenizer)):
+        for name, value in (("steps", steps), *more.items()):
             if value is not None:
                 raise ZplanError(
-                    f"`{name}` is for --data: a script decides that itself", "give it after the script's name"
+                    f"`--{name.replace('_', '-')}` is for --data: a script decides that itself",
+                    "give it after the script's name",
                 )
         with interruptible():
             run_script(plan, Path(script[0]), list(script[1:]))
-    else:
-        assert data is not None
-        with interruptible():
-            outcome = train(plan, Training(data, steps or 10, seed=seed, tokenizer=tokenizer))
-        click.echo(outcome.table(tolerance_of(outcome)))
+        return
+    assert data is not None
+    given = {name: more[name] for name in ("tokenizer", "weights", "eval_data", "export")}
+    with interruptible():
+        outcome = train(plan, Training(data, steps or 10, seed=seed, saving=_saving(more), **given))
+    click.echo(outcome.table(tolerance_of(outcome)))
+    if given["export"] is not None:
+        click.echo(f'\nAutoModelForCausalLM.from_pretrained("{given["export"]}")')
+
+
+def _saving(options: dict[str, Any]) -> Any:
+    from zplan.runtime.start import Saving
+
+    if options["save_dir"] is None:
+        for name in ("save_every", "keep", "resume"):
+            if options[name] is not None:
+                raise ZplanError(f"`--{name.replace('_', '-')}` needs a folder of checkpoints", "give --save-dir FOLDER")
+        return None
+    return Saving(options["save_dir"], options["save_every"], options["keep"], options["resume"])
 
 
 class Percent(click.ParamType):

@@ -56,10 +56,15 @@ def main() -> None:
         for k in (1, 3):
             dtype = torch.float32 if precision == "fp32" else torch.bfloat16
             expected = w.reference(
-                w.ARCHS["llama4"], steps=STEPS, world_size=mesh.world_size, accumulation=k, dtype=dtype, device=mesh.device
+                w.ARCHS["llama4"],
+                steps=STEPS,
+                world_size=mesh.world_size,
+                accumulation=k,
+                dtype=dtype,
+                device=mesh.device,
             )
             for stage in range(4):
-                for checkpointing in ("none", "full"):
+                for checkpointing in ("full",) if k == 1 else ("none",):
                     config = w.config(stage, k, precision=precision, checkpointing=checkpointing, piece=16384)
                     losses, norms, params = train(config, False, "llama4")
                     _, _, checked = train(config, True, "llama4")

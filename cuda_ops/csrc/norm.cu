@@ -1,0 +1,141 @@
+// Sum of squares of gradient slices in float64, and where the first element lies that is not finite.
+//
+// square_sum: one launch a slice. Blocks write partials; the last one to finish adds them in a fixed order, so the
+// result never depends on timing. Its grid depends on the length alone, so it does not depend on the GPU either.
+// total_sum: adds the slices' sums. settle: the scalars of the optimizer step.
+
+static const i64 NONE = 0x7fffffffffffffffLL;
+
+struct Partial {
+    double sum;
+    i64 bad;  // offset of the first element that is not finite, NONE if all are
+};
+
+__device__ __forceinline__ Partial join(Partial a, double sum, i64 bad) {
+    a.sum += sum;
+    a.bad = bad < a.bad ? bad : a.bad;
+    return a;
+}
+
+// The result is valid in thread 0.
+__device__ Partial block_join(Partial mine) {
+    __shared__ Partial warps[32];
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        double sum = __shfl_down_sync(0xffffffffu, mine.sum, lanes);
+        mine = join(mine, sum, __shfl_down_sync(0xffffffffu, mine.bad, lanes));
+    }
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (int w = 1; w < BLOCK / 32; w++) mine = join(mine, warps[w].sum, warps[w].bad);
+    return mine;
+}
+
+__device__ __forceinline__ void add_one(Partial& p, float x, i64 i) {
+    bool finite = (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u;
+    p = join(p, (double)x * (double)x, finite ? NONE : i);
+}
+
+// Four squares are added in fp32 and the rest in float64: an fp64 unit converts one number for four. A sum that is not
+// finite (an infinity, a NaN, or values past 1e19) is done again in float64.
+__device__ __forceinline__ void add_four(Partial& p, float4 x, i64 i) {
+    float sum = fmaf(x.w, x.w, fmaf(x.z, x.z, fmaf(x.y, x.y, x.x * x.x)));
+    if ((__float_as_uint(sum) & 0x7f800000u) != 0x7f800000u) {
+        p.sum += sum;
+        return;
+    }
+    add_one(p, x.x, i);
+    add_one(p, x.y, i + 1);
+    add_one(p, x.z, i + 2);
+    add_one(p, x.w, i + 3);
+}
+
+struct SquareSum {
+    const float* x;
+    i64 numel;
+    Partial* partials;  // one per block
+    unsigned* ticket;   // 0 before and after every launch
+    Partial* out;
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK) square_sum(const __grid_constant__ SquareSum a) {
+    Partial mine = {0.0, NONE};
+    i64 head = (0 - ((u64)a.x >> 2)) & 3;
+    if (head > a.numel) head = a.numel;
+    i64 tail = head + ((a.numel - head) & ~(i64)3);
+    i64 step = 4 * BLOCK * (i64)gridDim.x;
+#pragma unroll 1
+    for (i64 base = head + 4 * (blockIdx.x * (i64)BLOCK + threadIdx.x); base < tail; base += step * UNROLL) {
+        float4 x[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            x[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (base + step * u < tail) x[u] = *(const float4*)(a.x + base + step * u);
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) add_four(mine, x[u], base + step * u);
+    }
+    if (blockIdx.x == 0) {
+        if (threadIdx.x < head) add_one(mine, a.x[threadIdx.x], threadIdx.x);
+        if (threadIdx.x < a.numel - tail) add_one(mine, a.x[tail + threadIdx.x], tail + threadIdx.x);
+    }
+    mine = block_join(mine);
+
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+        a.partials[blockIdx.x] = mine;
+        __threadfence();
+        last = atomicInc(a.ticket, gridDim.x - 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    mine = {0.0, NONE};
+    for (int b = threadIdx.x; b < gridDim.x; b += BLOCK) {
+        volatile Partial* p = a.partials + b;
+        mine = join(mine, p->sum, p->bad);
+    }
+    mine = block_join(mine);
+    if (threadIdx.x == 0) *a.out = mine;
+}
+
+struct TotalSum {
+    const Partial* rows;
+    i64 num_rows;
+    double* total;
+    i64* first;  // row and offset of the first element that is not finite, -1 and -1 if there is none
+};
+
+// One block.
+extern "C" __global__ void __launch_bounds__(BLOCK) total_sum(const __grid_constant__ TotalSum a) {
+    Partial mine = {0.0, NONE};
+    for (i64 r = threadIdx.x; r < a.num_rows; r += BLOCK)
+        mine = join(mine, a.rows[r].sum, a.rows[r].bad == NONE ? NONE : r);
+    mine = block_join(mine);
+    if (threadIdx.x != 0) return;
+    *a.total = mine.sum;
+    a.first[0] = mine.bad == NONE ? -1 : mine.bad;
+    a.first[1] = mine.bad == NONE ? -1 : a.rows[mine.bad].bad;
+}
+
+struct Settle {
+    const double* total;  // over all ranks
+    float *applied, *norm, *coefficient, *scale, *skip;
+    double mean, clip;  // factor that turns sums into means; clip <= 0: none
+};
+
+// One thread.
+extern "C" __global__ void settle(const __grid_constant__ Settle a) {
+    float norm = (float)(sqrt(*a.total) * a.mean);
+    bool finite = (__float_as_uint(norm) & 0x7f800000u) != 0x7f800000u;
+    float coefficient = 1.0f;
+    if (a.clip > 0.0) {
+        coefficient = (float)a.clip / (norm + 1e-6f);
+        coefficient = coefficient > 1.0f ? 1.0f : coefficient;
+    }
+    *a.norm = norm;
+    *a.coefficient = coefficient;
+    *a.scale = (float)(1.0 / ((double)coefficient * a.mean));
+    *a.skip = finite ? 0.0f : 1.0f;
+    *a.applied += finite ? 1.0f : 0.0f;
+}

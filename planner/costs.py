@@ -1,0 +1,139 @@
+"""What a DeepSpeed config costs in bytes before any activation: buckets, gathered parameters, host buffers, states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from zplan.planner.textbook import TEXTBOOK, Rate
+
+if TYPE_CHECKING:
+    from zplan.planner.lint import View
+
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One amount of memory that a config asks for."""
+
+    name: str
+    nbytes: int
+    tier: Literal["GPU", "host"]
+    formula: str
+    upper: bool = False
+    """An upper bound."""
+
+
+def overlaps(view: View) -> bool:
+    """`overlap_comm`; where it is left out, DeepSpeed turns it on at stage 3."""
+    value = view.zero.get("overlap_comm")
+    return view.stage == 3 if value in (None, "auto") else value in (True, "true", "True")
+
+
+def reduce_numel(view: View) -> int | None:
+    """Elements of one reduce bucket; None where it is "auto" and no model is named."""
+    return size_of(view, "reduce_bucket_size")
+
+
+def size_of(view: View, key: str) -> int | None:
+    """Elements that a key of the zero block stands for, "auto" resolved where a model is named."""
+    from zplan.planner.autofill import auto_size
+    from zplan.planner.dsschema import ZERO
+    from zplan.planner.lint import whole
+
+    value = view.zero.get(key, ZERO[key].default)
+    return auto_size(key, view.subject.hidden) if value == "auto" else whole(value)
+
+
+def costs(view: View) -> tuple[Cost, ...]:
+    """Every amount that can be told from the config and what is known of the model."""
+    found = [*_buckets(view), *_gathered(view), *_nvme(view)]
+    if view.subject.num_params is not None:
+        found += _states(view, view.subject.num_params)
+    return tuple(found)
+
+
+def _buckets(view: View) -> list[Cost]:
+    """[Note: buckets] Stages 1 and 2 copy gradients into a bucket, and into a second one while the first is reduced."""
+    if view.stage == 0 or view.zero.get("contiguous_gradients", True) in (False, "false"):
+        return []
+    numel = reduce_numel(view)
+    if numel is None:
+        return []
+    dtype = view.config.get("communication_data_type")
+    itemsize = DTYPE_BYTES.get(dtype, view.itemsize) if isinstance(dtype, str) else view.itemsize
+    copies = 2 if overlaps(view) and view.stage < 3 else 1
+    name = "reduce buckets" if copies == 2 else "reduce bucket"
+    formula = f"{'2 x ' * (copies == 2)}{numel:,} elements x {itemsize} B"
+    return [Cost(name, copies * numel * itemsize, "GPU", formula)]
+
+
+def _gathered(view: View) -> list[Cost]:
+    if view.stage < 3:
+        return []
+    found = []
+    for key, name in (
+        ("stage3_max_live_parameters", "gathered parameters"),
+        ("stage3_prefetch_bucket_size", "of these prefetched"),
+    ):
+        numel = size_of(view, key)
+        if numel:
+            numel = min(numel, view.subject.num_params or numel)
+            formula = f"{numel:,} elements x {view.itemsize} B"
+            found.append(Cost(name, numel * view.itemsize, "GPU", formula, upper=True))
+    return found
+
+
+def _nvme(view: View) -> list[Cost]:
+    from zplan.planner.dsschema import OFFLOAD_PARAM
+    from zplan.planner.lint import whole
+
+    if view.stage < 3 or view.offload("param") != "nvme":
+        return []
+    block = view.block("zero_optimization", "offload_param")
+    count = whole(block.get("buffer_count", 5))
+    size = whole(block.get("buffer_size", OFFLOAD_PARAM["buffer_size"].default))
+    if count is None or size is None:
+        return []
+    formula = f"{count} x {size:,} elements x {view.itemsize} B"
+    return [Cost("NVMe buffers, pinned", count * size * view.itemsize, "host", formula)]
+
+
+def state_rates(view: View) -> tuple[Rate, Rate]:
+    """Bytes a parameter on the GPU and on the host, as textbooks count them, with what is offloaded moved over.
+
+    Offloaded states are master weights, both moments and fp32 gradients, which go down as they are reduced; offloaded
+    parameters are the 16-bit weights.
+    """
+    stage, states, params = view.stage, view.offload("optimizer") == "cpu", view.offload("param") == "cpu"
+    if not view.stage or not states:
+        return TEXTBOOK[stage], Rate(0, 2) if stage == 3 and params else Rate(0, 0)
+    on_host = 18 if params and stage == 3 else 16
+    if stage == 3:
+        return Rate(0, 0 if params else 2), Rate(0, on_host)
+    return Rate(2 if stage == 2 else 4, 0), Rate(0, 16)
+
+
+def _states(view: View, num_params: int) -> list[Cost]:
+    s = view.subject
+    gpu, host = state_rates(view)
+    found = []
+    if s.trainable is not None:
+        stage, world = view.stage, s.gpus or 1
+        frozen = Rate(0, 2) if stage == 3 else Rate(2, 0)
+        nbytes = frozen.of(num_params - s.trainable, world) + TEXTBOOK[stage].of(s.trainable, world)
+        found.append(Cost("model states", nbytes, "GPU", f"{s.trainable:,} of {num_params:,} parameters trained"))
+    elif gpu.whole + gpu.split and (s.gpus is not None or not gpu.split):
+        n = s.gpus or 1
+        found.append(
+            Cost("model states", gpu.of(num_params, n), "GPU", f"{gpu.formula()}, P = {num_params:,}, N = {n}")
+        )
+    if host.split and s.trainable is None:
+        per_node = host.of(num_params, s.nodes)
+        found.append(
+            Cost("offloaded states", per_node, "host", f"{host.split}P{f' / {s.nodes} nodes' * (s.nodes > 1)}")
+        )
+    if view.stage == 3 and view.zero.get("stage3_gather_16bit_weights_on_model_save") is True:
+        found.append(Cost("gathered model on each save", 2 * num_params, "host", "2P on rank 0"))
+    return found

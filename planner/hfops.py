@@ -1,0 +1,112 @@
+"""Parts that Hugging Face decoders (transformers 5.24) share: norms, rotation, activations, line by line.
+
+See [Note: lifetimes] in `planner/tape.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from zplan.planner.aten import FP32, Aten
+from zplan.planner.families import Params
+from zplan.planner.tape import Value
+
+Norm = Literal["rms", "gemma", "olmo", "layer"]
+"""`rms`: normed in fp32, cast, times the weight. `gemma`: times (1 + weight) in fp32, cast. `olmo`: times the weight in
+fp32, cast. `layer`: torch's LayerNorm."""
+
+
+def norm(op: Aten, x: Value, p: Params, name: str, kind: Norm) -> Value:
+    """The norm whose parameters are `name.weight` and perhaps `name.bias`."""
+    weight = p[f"{name}.weight"]
+    if kind == "layer":
+        return op.named("normed", op.layer_norm(x, weight, p[f"{name}.bias"]))
+    return op.named("normed", {"rms": rms_norm, "gemma": gemma_norm, "olmo": olmo_norm}[kind](op, x, weight))
+
+
+def rms_norm(op: Aten, x: Value, weight: Value) -> Value:
+    up = op.to(x, FP32)
+    variance = op.mean(op.square(up))
+    up = op.mul(up, op.rsqrt(op.add_number(variance)))
+    return op.mul(op.to(up, x.itemsize), weight)
+
+
+def olmo_norm(op: Aten, x: Value, weight: Value) -> Value:
+    up = op.to(x, FP32)
+    variance = op.mean(op.square(up))
+    up = op.mul(up, op.rsqrt(op.add_number(variance)))
+    return op.to(op.mul(up, weight), x.itemsize)
+
+
+def gemma_norm(op: Aten, x: Value, weight: Value) -> Value:
+    normed = _gemma_normed(op, op.to(x, FP32))
+    normed = op.mul(normed, op.add_number(op.to(weight, FP32)))
+    return op.to(normed, x.itemsize)
+
+
+def _gemma_normed(op: Aten, x: Value) -> Value:
+    return op.mul(x, op.rsqrt(op.add_number(op.mean(op.square(x)))))
+
+
+def activate(op: Aten, x: Value, kind: str) -> Value:
+    """`gelu_new` is written in Python; the others are one kernel, which saves its input, or for relu its output."""
+    if kind == "gelu_new":
+        return op.mul(op.scale(x), op.add_number(op.tanh(op.scale(op.add(x, op.scale(op.square(x)))))))
+    return op.relu(x) if kind == "relu" else op.unary(x, kind)
+
+
+def rotary_tables(op: Aten, wide: int, seq: int, itemsize: int) -> tuple[Value, Value]:
+    """cos and sin (1, T, wide) from the frequencies, which are a buffer."""
+    freqs = _freqs(op, op.tape.new((1, seq, 1), FP32, "rotary"), wide)
+    both = op.tape.new((1, seq, wide), FP32, "rotary")
+    cos = op.like(op.like(both, "rotary"), "rotary")
+    sin = op.like(op.like(both, "rotary"), "rotary")
+    del freqs
+    return op.to(cos, itemsize), op.to(sin, itemsize)
+
+
+def _freqs(op: Aten, positions: Value, wide: int) -> Value:
+    return op.tape.new((1, positions.shape[1], wide // 2), FP32, "rotary")
+
+
+def rotate_half(op: Aten, x: Value) -> Value:
+    half = x.shape[-1] // 2
+    first, second = op.narrow(x, 0, half), op.narrow(x, half, half)
+    return op.cat((op.neg(second), first))
+
+
+def rotate(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
+    """Rotates (B, H, T, D) over all of D."""
+    cos, sin = op.unsqueeze(cos, 1), op.unsqueeze(sin, 1)
+    q_rotated = op.add(op.mul(q, cos), op.mul(rotate_half(op, q), sin))
+    k_rotated = op.add(op.mul(k, cos), op.mul(rotate_half(op, k), sin))
+    return op.named("q, rotated", q_rotated), op.named("k, rotated", k_rotated)
+
+
+def rotate_in_fp32(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
+    """As `rotate`, with tables in fp32."""
+    cos, sin = op.unsqueeze(cos, 1), op.unsqueeze(sin, 1)
+    q_rotated = op.add(op.mul(q, cos), op.mul(rotate_half(op, q), sin))
+    k_rotated = op.add(op.mul(k, cos), op.mul(rotate_half(op, k), sin))
+    return op.named("q, rotated", op.to(q_rotated, q.itemsize)), op.named("k, rotated", op.to(k_rotated, k.itemsize))
+
+
+def rotate_front(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
+    """Rotates the front of each head, which may be all of it, and always copies the rest behind it."""
+    wide, all_of = cos.shape[-1], q.shape[-1]
+    q_front, q_rest = op.narrow(q, 0, wide), op.narrow(q, wide, all_of - wide)
+    k_front, k_rest = op.narrow(k, 0, wide), op.narrow(k, wide, all_of - wide)
+    q_front, k_front = rotate(op, q_front, k_front, cos, sin)
+    q_rotated, k_rotated = op.cat((q_front, q_rest)), op.cat((k_front, k_rest))
+    return op.named("q, rotated", q_rotated), op.named("k, rotated", k_rotated)
+
+
+def rotate_front_at_once(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
+    """As `rotate_front`, without a name for the rotated queries."""
+    cos, sin = op.unsqueeze(cos, 1), op.unsqueeze(sin, 1)
+    wide, all_of = cos.shape[-1], q.shape[-1]
+    q_front, q_rest = op.narrow(q, 0, wide), op.narrow(q, wide, all_of - wide)
+    k_front, k_rest = op.narrow(k, 0, wide), op.narrow(k, wide, all_of - wide)
+    q_rotated = op.cat((op.add(op.mul(q_front, cos), op.mul(rotate_half(op, q_front), sin)), q_rest))
+    k_rotated = op.cat((op.add(op.mul(k_front, cos), op.mul(rotate_half(op, k_front), sin)), k_rest))
+    return op.named("q, rotated", q_rotated), op.named("k, rotated", k_rotated)

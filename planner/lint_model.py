@@ -1,0 +1,103 @@
+"""Rules that need to know the model or the machine: fit, saving, mixture of experts, precision of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zplan.planner.costs import costs
+from zplan.planner.dsschema import LEAF_CLASSES_BUILT_IN
+from zplan.planner.lint import Finding, View
+from zplan.planner.textbook import TEXTBOOK
+from zplan.planner.units import format_si
+
+ROOMY_PERCENT = 60
+"""States up to this share of a card usually leave enough for activations."""
+
+
+def gather_on_save(view: View) -> Iterator[Finding]:
+    """Stage 3 saves either a whole model, gathered, or one that must be put together."""
+    key = "stage3_gather_16bit_weights_on_model_save"
+    if view.stage != 3 or key not in view.zero:
+        return
+    path = view.zero_path(key)
+    if view.zero[key] is False:
+        message = f"`{path[-1]}` false: the saved model file is an empty shell until zero_to_fp32 is run"
+        yield view.find("gather-off", "warning", path, message, "write true, or convert the checkpoint")
+    elif view.zero[key] is True and view.subject.num_params is not None:
+        nbytes = 2 * view.subject.num_params
+        limits = (view.subject.mem_bytes, view.subject.host_mem_bytes)
+        over = any(limit is not None and nbytes > limit for limit in limits)
+        message = f"each save gathers the whole model on rank 0: {format_si(nbytes)}"
+        if over:
+            message += f", more than {' or '.join(format_si(x) for x in limits if x is not None and nbytes > x)}"
+        fix = "write false and convert the checkpoint afterwards" if over else ""
+        yield view.find("gather-on-save", "warning" if over else "note", path, message, fix, nbytes=nbytes)
+
+
+def fits(view: View) -> Iterator[Finding]:
+    """Whether the model states alone fit, before any activation."""
+    s = view.subject
+    for cost in costs(view):
+        limit = s.mem_bytes if cost.tier == "GPU" else s.host_mem_bytes
+        if limit is None or cost.name not in ("model states", "offloaded states", "gathered model on each save"):
+            continue
+        if cost.nbytes > limit:
+            where = "a GPU" if cost.tier == "GPU" else "a node"
+            message = (
+                f"{cost.name} of {format_si(cost.nbytes)} do not fit {where} of {format_si(limit)} ({cost.formula})"
+            )
+            path = ("zero_optimization",)
+            fix = _way_out(view) if cost.tier == "GPU" else "more nodes or host memory, or less offload"
+            yield view.find("states-do-not-fit", "error", path, message, fix, nbytes=cost.nbytes)
+
+
+def _way_out(view: View) -> str:
+    s = view.subject
+    if s.num_params is None or s.mem_bytes is None or s.gpus is None or s.trainable is not None:
+        return "more GPUs, or offload"
+    for stage in range(view.stage + 1, 4):
+        nbytes = TEXTBOOK[stage].of(s.num_params, s.gpus)
+        if nbytes <= s.mem_bytes:
+            return f"stage {stage} needs {format_si(nbytes)}"
+    least = -(-16 * s.num_params // s.mem_bytes)
+    return f"stage 3 needs at least {least} such GPUs, or offload"
+
+
+def lower_stage(view: View) -> Iterator[Finding]:
+    """Stage 3 gathers everything twice per micro-step; where a lower stage fits, it is faster."""
+    s = view.subject
+    if view.stage != 3 or s.num_params is None or s.gpus is None or s.mem_bytes is None:
+        return
+    if view.offload("param") != "none" or view.offload("optimizer") != "none":
+        return
+    trained = s.num_params if s.trainable is None else s.trainable
+    for stage in (0, 1, 2):
+        nbytes = 2 * (s.num_params - trained) + TEXTBOOK[stage].of(trained, s.gpus)
+        if nbytes * 100 <= s.mem_bytes * ROOMY_PERCENT:
+            message = f"stage {stage} takes {format_si(nbytes)} of {format_si(s.mem_bytes)} for states and gathers less"
+            path = ("zero_optimization", "stage")
+            yield view.find("stage-3-where-lower-fits", "warning", path, message, f"use stage {stage}")
+            return
+
+
+def experts(view: View) -> Iterator[Finding]:
+    """At stage 3 an expert that gets no tokens on one rank never asks for its gather, and the others wait."""
+    s = view.subject
+    if view.stage != 3 or not s.experts or view.zero.get("leaf_module"):
+        return
+    known = s.model_type in LEAF_CLASSES_BUILT_IN
+    message = f"{s.experts} experts per block at stage 3: ranks whose tokens miss an expert wait for ever"
+    fix = "call set_z3_leaf_modules, name the block in `leaf_module`, or in accelerate `deepspeed_moe_layer_cls_names`"
+    if known:
+        fix += "; releases since 0.18 know this model's block by themselves"
+    yield view.find("moe-leaf-modules", "warning", ("zero_optimization",), message, fix)
+
+
+def weights_dtype(view: View) -> Iterator[Finding]:
+    """fp16 has a smaller range than the bf16 that a model was trained in."""
+    if view.enabled("fp16") and view.subject.dtype in ("bfloat16", "bf16"):
+        message = f"`{view.subject.model}` was trained in bf16; its activations can exceed fp16's range of 65,504"
+        yield view.find("fp16-on-bf16-model", "warning", ("fp16", "enabled"), message, "use bf16 where the GPU has it")
+
+
+RULES = (gather_on_save, fits, lower_stage, experts, weights_dtype)

@@ -1,0 +1,111 @@
+"""Phases of the ledger in a step of the bare decoder, for observers on a CPU and for CUDA's allocator."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zplan.planner.config import Choice
+from zplan.planner.models import Architecture, decoder_units
+from zplan.runtime.decoder import Decoder
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Observer(Protocol):
+    def enter(self, phase: str) -> None: ...
+
+
+def unit_modules(model: Decoder) -> dict[str, nn.Module]:
+    return {u.name: model.get_submodule(u.name) for u in decoder_units(model.arch)}
+
+
+def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # noqa: C901  (four small hooks)
+    """Hooks that enter the phases. A unit's gradients stay until the next unit's have landed, as in the runtime."""
+    retained: list[Tensor] = []
+
+    def recomputing() -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def before(name):
+        return lambda module, args: None if recomputing() else registry.enter(f"forward.{name}")
+
+    def after(name):
+        def hook(module, args, out):
+            if not recomputing():
+                out.register_hook(lambda grad: registry.enter(f"backward.{name}"))
+                if name == "head":
+                    registry.enter("loss")
+
+        return hook
+
+    def reduce(name, params):
+        missing = [len(params)]
+
+        def hook(param):
+            missing[0] -= 1
+            if not missing[0]:
+                retained.clear()
+                registry.enter(f"reduce.{name}")
+                missing[0] = len(params)
+                retained.extend(p.grad for p in params)
+                for p in params:
+                    p.grad = None
+                if params[0] is first:
+                    retained.clear()
+
+        return hook
+
+    first = next(modules["embed"].parameters())
+    taken: set[nn.Parameter] = set()
+    for name, module in modules.items():
+        module.register_forward_pre_hook(before(name))
+        module.register_forward_hook(after(name))
+        # A tied weight belongs to the first unit that uses it.
+        params = [p for p in module.parameters() if p not in taken]
+        taken.update(params)
+        hook = reduce(name, params)
+        for p in params:
+            p.register_post_accumulate_grad_hook(hook)
+
+
+class AllocatorMeter:
+    """Peak of requested bytes per phase, from CUDA's allocator itself."""
+
+    def __init__(self) -> None:
+        self.phase = "idle"
+        self.peaks: dict[str, int] = {}
+
+    def enter(self, phase: str) -> None:
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        self.peaks[self.phase] = max(peak, self.peaks.get(self.phase, 0))
+        torch.cuda.reset_peak_memory_stats()
+        self.phase = phase
+
+
+def allocator_peaks(arch: Architecture, choice: Choice) -> dict[str, int]:
+    """What the second step holds beside the parameters and cuBLAS's workspaces, by phase, on a GPU."""
+    with torch.device("cuda"):
+        model = Decoder(arch, checkpointing=choice.checkpointing, attention=choice.attention)
+    model.to(DTYPES[choice.precision])
+    meter = AllocatorMeter()
+    mark_phases(unit_modules(model), meter)
+    shape = (choice.micro_batch, choice.seq)
+
+    def step() -> None:
+        meter.enter("forward.embed")
+        inputs, labels = (torch.randint(arch.vocab, shape, device="cuda") for _ in range(2))
+        loss = model(inputs, labels)
+        meter.enter("backward.loss")
+        loss.backward()
+        meter.enter("step")
+        del inputs, labels, loss
+        meter.enter("idle")
+
+    step()  # cuBLAS takes its workspaces for good
+    states = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    meter.peaks.clear()
+    step()
+    return {phase: peak - states for phase, peak in meter.peaks.items()}

@@ -1,0 +1,131 @@
+"""A checkpoint goes on as if nothing had happened: bit for bit on the same ranks and stage, and equal on any others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import workload as w
+from safetensors import safe_open
+
+from zplan.runtime.checkpoint_format import STATES
+from zplan.runtime.checkpoint_read import Checkpoint
+from zplan.runtime.engine import Engine, initialize
+
+GLOBAL_BATCH = 24
+UNEVEN = replace(w.LLAMA, layers=3, hidden=40, heads=2, kv_heads=1, head_dim=20, ffn=72, vocab=67)
+"""Sizes that no world size divides."""
+
+
+def start(stage: int, world_size: int, precision: str = "fp32", arch: Any = UNEVEN) -> Engine:
+    accumulation = 2 if world_size in (2, 4) else 1
+    config = w.config(stage, accumulation, precision=precision, piece=8192)
+    config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // (accumulation * world_size)
+    engine, *_ = initialize(model=w.build(arch), config=config, init=w.fill)
+    return engine
+
+
+def go(engine: Engine, steps: int, arch: Any = UNEVEN) -> list[float]:
+    """Train on the samples that the engine's own count names; gradient norms."""
+    c, norms = engine.choice, []
+    for _ in range(steps):
+        for k in range(c.accumulation):
+            first = engine.global_samples + (k * c.world_size + engine.rank) * c.micro_batch
+            rows = [w.batch(arch.vocab, first + i, 0, 0) for i in range(c.micro_batch)]
+            ids, labels = (torch.stack([r[j][0] for r in rows]) for j in (0, 1))
+            engine.backward(engine(ids, labels))
+            engine.step()
+        norms.append(engine.grad_norm.item())
+    return norms
+
+
+def masters(engine: Engine) -> dict[str, Any]:
+    return {f"{u.name}.{s}": getattr(u, s).clone().numpy() for u in engine.units for s in ("exp_avg", "exp_avg_sq")}
+
+
+def whole(engine: Engine) -> dict[str, Any]:
+    with engine.summon():
+        return {n: p.detach().float().numpy().copy() for n, p in engine.module.named_parameters()}
+
+
+def save_and_go_on(rank: int, world_size: int, folder: str, stage: int, precision: str) -> dict[str, Any]:
+    engine = start(stage, world_size, precision)
+    go(engine, 2)
+    torch.manual_seed(rank + 17)
+    torch.rand(5)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    found = {"random": torch.rand(3).tolist(), "norms": go(engine, 2), "params": whole(engine), "own": masters(engine)}
+    engine.close()
+    return found
+
+
+def load_and_go_on(rank: int, world_size: int, folder: str, stage: int, precision: str) -> dict[str, Any]:
+    engine = start(stage, world_size, precision)
+    go(engine, 1)  # what is loaded replaces something
+    _, client = engine.load_checkpoint(folder)
+    assert (engine.global_steps, engine.global_samples, client) == (2, 2 * GLOBAL_BATCH, {"epoch": 3})
+    found = {"random": torch.rand(3).tolist(), "norms": go(engine, 2), "params": whole(engine), "own": masters(engine)}
+    engine.close()
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("stage", "world_size", "precision"),
+    [(3, 4, "fp32"), (3, 3, "bf16"), (3, 2, "fp32"), (2, 2, "bf16"), (1, 2, "fp32"), (0, 2, "bf16"), (0, 1, "fp32")],
+)
+def test_going_on_is_bitwise_what_it_would_have_been(run_ranks, tmp_path, stage, world_size, precision):
+    folder = str(tmp_path / "saved")
+    expected = run_ranks(world_size, save_and_go_on, folder, stage, precision)
+    found = run_ranks(world_size, load_and_go_on, folder, stage, precision)
+    for e, f in zip(expected, found, strict=True):
+        assert f["norms"] == e["norms"] and f["random"] == e["random"]
+        for part in ("params", "own"):
+            assert all((f[part][k] == v).all() for k, v in e[part].items()), part
+
+
+@pytest.mark.gloo
+def test_any_other_ranks_and_stage_go_on_alike(run_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    expected = run_ranks(4, save_and_go_on, folder, 3, "fp32")[0]
+    for stage, world_size in [(3, 1), (1, 2), (0, 2), (2, 3), (3, 8), (0, 3)]:
+        found = run_ranks(world_size, load_and_go_on, folder, stage, "fp32")[0]
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-6), (stage, world_size)
+        for name, value in expected["params"].items():
+            # Adam divides by the root of a second moment: an element that is all rounding noise is moved by up to lr.
+            assert found["params"][name] == pytest.approx(value, rel=1e-5, abs=1e-5), (stage, world_size, name)
+
+
+def load_and_save_again(rank: int, world_size: int, source: str, target: str, stage: int) -> None:
+    engine = start(stage, world_size)
+    engine.load_checkpoint(source)
+    engine.save_checkpoint(target)
+    engine.close()
+
+
+@pytest.mark.gloo
+def test_what_was_loaded_is_saved_to_the_bit(run_ranks, tmp_path):
+    """4 ranks at stage 3, then 3 at stage 1, then one: every state of every parameter, by another reader."""
+    folders = [tmp_path / str(i) for i in range(3)]
+    run_ranks(4, save_and_go_on, str(folders[0]), 3, "fp32")
+    run_ranks(3, load_and_save_again, str(folders[0]), str(folders[1]), 1)
+    run_ranks(1, load_and_save_again, str(folders[1]), str(folders[2]), 0)
+    first, *others = [by_safetensors(f / "global_step2") for f in folders]
+    assert len(first) == 3 * len(Checkpoint(folders[0] / "global_step2").manifest.parameters)
+    for other in others:
+        assert first.keys() == other.keys() and all(torch.equal(first[k], other[k]) for k in first)
+
+
+def by_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+    """`state|name` -> all elements, read by the format's own library."""
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  not a mapping
+                state, name, span = key.split("|")
+                assert state in STATES
+                parts.setdefault(f"{state}|{name}", []).append((int(span.split(":")[0]), file.get_tensor(key)))
+    return {k: torch.cat([t for _, t in sorted(v, key=lambda row: row[0])]) for k, v in parts.items()}

@@ -1,0 +1,163 @@
+"""Predicted activations of Hugging Face classes against the real classes on a CPU, phase by phase, to the byte."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from phases import DTYPES, mark_phases
+from torch import nn
+
+from zplan.planner.activations import activation_lines
+from zplan.planner.config import Choice
+from zplan.planner.hfconfig import read_architecture
+from zplan.planner.ledger import merge
+from zplan.planner.models import ModelSpec, decoder_units
+from zplan.planner.timeline import timeline
+from zplan.runtime.meter import StorageRegistry
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CASES = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24},
+    "gemma": {"model_type": "gemma", "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "gemma2": {"model_type": "gemma2"},
+    "gemma2, not capped": {"model_type": "gemma2", "final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "gemma3_text": {"model_type": "gemma3_text", "layer_types": ["full_attention"] + ["sliding_attention"] * 3},
+    "phi3": {"model_type": "phi3", "resid_pdrop": 0.0},
+    "olmo2": {"model_type": "olmo2"},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe, as they are": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": False,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "num_key_value_heads": 4,
+    },
+    "gpt_neox, serial": {
+        "model_type": "gpt_neox",
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "hidden_dropout": 0.0,
+    },
+    "stablelm": {"model_type": "stablelm"},
+    "stablelm, parallel": {"model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": True},
+    "phi": {"model_type": "phi", "resid_pdrop": 0.0},
+    "opt": {
+        "model_type": "opt",
+        "ffn_dim": 176,
+        "word_embed_proj_dim": 64,
+        "dropout": 0.0,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def choose(batch: int, seq: int, precision: str, checkpointing: str, attention: str = "sdpa") -> Choice:
+    return Choice(
+        0,
+        1,
+        micro_batch=batch,
+        seq=seq,
+        precision=precision,
+        checkpointing=checkpointing,
+        attention=attention,
+        device="cpu",
+    )
+
+
+def predicted(config: dict, choice: Choice) -> dict[str, int]:
+    arch, _ = read_architecture(config, "m")
+    spec = ModelSpec("m", decoder_units(arch), arch)
+    phases = timeline(spec.units).phases
+    ledger = merge(phases, activation_lines(spec, choice, phases))
+    return dict(zip(phases, ledger.per_phase(), strict=True))
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    if hasattr(model, "gpt_neox"):
+        base = model.gpt_neox
+        embed, norm, head = (
+            base.embed_in,
+            base.final_layer_norm,
+            model.embed_out if hasattr(model, "embed_out") else model.lm_head,
+        )
+        return {"embed": embed, **{f"blocks.{i}": x for i, x in enumerate(base.layers)}, "norm": norm, "head": head}
+    base = getattr(model.model, "decoder", model.model)
+    return {
+        "embed": base.embed_tokens,
+        **({"positions": base.embed_positions} if hasattr(base, "embed_positions") else {}),
+        **{f"blocks.{i}": layer for i, layer in enumerate(base.layers)},
+        "norm": next(getattr(base, n) for n in ("norm", "final_layernorm", "final_layer_norm") if hasattr(base, n)),
+        "head": model.lm_head,
+    }
+
+
+def observed(config: dict, choice: Choice) -> dict[str, int]:
+    hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
+    model = transformers.AutoModelForCausalLM.from_config(hf).to(DTYPES[choice.precision])
+    model.train()
+    if choice.checkpointing == "full":
+        # Without the state of the random number generator, which is 5 KB on the host a layer.
+        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    registry = StorageRegistry()
+    mark_phases(modules_of(model), registry)
+    shape = (choice.micro_batch, choice.seq)
+    with registry:
+        registry.adopt(*model.parameters(), *model.buffers())
+        states = registry.live_bytes
+        registry.enter("forward.embed")
+        inputs, labels = torch.randint(3, 100, shape), torch.randint(3, 100, shape)
+        loss = model(input_ids=inputs, labels=labels).loss
+        registry.enter("backward.loss")
+        loss.backward()
+        registry.enter("step")
+        del inputs, labels, loss
+        registry.enter("idle")
+    assert registry.live_bytes == states, "something outlived the step"
+    return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}
+
+
+GRID = [
+    case
+    for case in product(CASES, ("bf16", "fp32"), ("none", "full"), ("sdpa", "eager"))
+    if case[3] == "eager" or not case[0].startswith("gemma2")
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "checkpointing", "attention"), GRID, ids=["-".join(c) for c in GRID])
+def test_every_phase_equals_what_an_observer_sees(name, precision, checkpointing, attention):
+    config, choice = SMALL | CASES[name], choose(3, 10, precision, checkpointing, attention)
+    expected, seen = predicted(config, choice), observed(config, choice)
+    del expected["idle"]
+    wrong = {p: (n, seen.get(p, 0)) for p, n in expected.items() if n != seen.get(p, 0)}
+    assert not wrong, wrong

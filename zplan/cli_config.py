@@ -1,0 +1,88 @@
+"""Commands about configs of other tools: `check` reads them, `emit` writes them. Options in, text out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from zplan.planner.relaxed import Document
+
+
+def _read(file: str) -> Document:
+    """A config file; YAML where its name says so, for a broken JSON file is better explained as JSON."""
+    from zplan.planner.reading import read_text
+    from zplan.planner.relaxed import read_document
+
+    text = read_text(file)
+    if file.lower().endswith((".yaml", ".yml")):
+        from zplan.yaml_reading import read_yaml
+
+        return read_yaml(text, file)
+    return read_document(text, file)
+
+
+@click.command(
+    epilog="\b\nExamples:\n  zplan check ds_config.json --gpus 8\n"
+    "  zplan check ds_config.json --model llama-2-7b --gpus 8 --mem 24 --for hf",
+)
+@click.argument("file", type=click.Path())
+@click.option("--for", "consumer", metavar="TOOL", help="any, deepspeed, hf, accelerate or lightning.  [default: any]")
+@click.option("--deepspeed", metavar="RELEASE", help="Release to check for, such as 0.15.4.  [default: 0.19.8]")
+@click.option("--model", metavar="NAME", help="A name of `zplan models`, a folder, a config.json, or a hub id.")
+@click.option("--params", metavar="COUNT", help="A count alone (7e9, 7B).")
+@click.option("--trainable", metavar="COUNT", help="Parameters that are trained, as with LoRA.  [default: all]")
+@click.option("--largest-tensor", metavar="COUNT", help="Elements of the largest tensor.  [default: the model's]")
+@click.option("--gpus", type=int, metavar="N", help="GPUs over all nodes.")
+@click.option("--nodes", type=int, metavar="N", help="Machines.  [default: 1]")
+@click.option("--mem", metavar="SIZE", help="Memory per GPU: 24 is GiB, 24GB is 24e9.")
+@click.option("--gpu", metavar="NAME", help="A name of `zplan gpus`, instead of --mem.")
+@click.option("--host-mem", metavar="SIZE", help="Memory per node.")
+@click.option("--micro-batch", type=int, metavar="N", help="What the launcher passes per GPU.")
+@click.option("--was-batch", type=int, metavar="N", help="Global batch of the run that the learning rate is from.")
+@click.option("--was-gpus", type=int, metavar="N", help="Ranks of the run whose checkpoint is resumed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with exact bytes.")
+def check(*, file: str, as_json: bool, **given: Any) -> int:
+    """Say what is wrong in a DeepSpeed, accelerate or FSDP config, what is silently ignored, and what it costs.
+
+    Exits with 1 when there are errors, 2 when the file cannot be read at all.
+    """
+    from zplan.planner.lint import check_document
+    from zplan.planner.lint_report import lint_json, lint_text
+    from zplan.planner.lint_subject import make_subject
+
+    subject = make_subject(given)
+    report = check_document(_read(file), file, subject)
+    click.echo(lint_json(report) if as_json else lint_text(report), nl=False)
+    return 1 if report.count("error") else 0
+
+
+@click.command(
+    epilog="\b\nExamples:\n  zplan emit plan.json --format deepspeed\n"
+    "  zplan emit plan.json --format fsdp2 -o train_fsdp2.py",
+)
+@click.argument("plan", type=click.Path())
+@click.option(
+    "--format",
+    "form",
+    required=True,
+    metavar="TOOL",
+    help="zplan, deepspeed, accelerate, hf, fsdp2 or slurm.",
+)
+@click.option("-o", "--out", metavar="FILE", help="Where to write.  [default: standard output]")
+def emit(*, plan: str, form: str, out: str | None) -> int:
+    """Write a plan as the config or script of another tool, with every value explicit."""
+    from zplan.planner.emit import emit as emit_plan
+    from zplan.planner.plan_file import load_plan
+    from zplan.planner.writing import write_files
+
+    text, notes = emit_plan(load_plan(plan), form)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        write_files({out: text})
+        click.echo(f"wrote {out}")
+    return 0
