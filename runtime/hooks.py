@@ -58,7 +58,7 @@ class Hooks:
         self.in_task = False
         self.begun: set[str] = set()
         self.early: set[FlatUnit] = set()
-        """Units that are used outside their modules' forward: gathered when the model's forward begins."""
+        """Units that are used outside their modules' forward: gathered right after the step."""
         self.deferred: set[FlatUnit] = set()
         """Trainable ones among them: reduced when backward has ended."""
         self.spans: Spans | None = Spans()
@@ -108,9 +108,6 @@ class Hooks:
         if self.depth > 1:
             return
         self.running.clear()
-        for unit in self.gatherer.units:
-            if unit in self.early:
-                self.gatherer.need(unit)
         if torch.is_grad_enabled():
             self.training = True
             self.schedule.start_forward()
@@ -142,6 +139,12 @@ class Hooks:
         """Reduce last units first, and those that are used outside their modules after all others."""
         units = [self.flat[n] for n in dict.fromkeys(self.schedule.order) if n in self.flat]
         self.reducer.order = sorted(reversed(units), key=lambda u: u in self.deferred)
+
+    def open_early(self) -> None:
+        """After a step: make whole again what is read outside its module, perhaps before the next forward begins."""
+        for unit in self.gatherer.units:
+            if unit in self.early:
+                self.gatherer.need(unit)
 
     def look_for_uses(self, loss: Tensor) -> None:
         """Before the first backward: learn which units are read outside their modules, and refuse where they can't be."""
