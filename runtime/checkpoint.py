@@ -311,6 +311,8 @@ class Checkpoints:
             raise
         manifest = opened[0].manifest
         e.gatherer.invalidate([u for u in e.units if u.placement.closes])
+        if manifest.world_size == e.world_size:
+            self.frozen.adopt(path, opened[0].indices[e.rank])
         if not weights_only:
             self._restore(opened[0])
         return manifest

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zplan.runtime.checkpoint_format import FROZEN, DataFile
+from zplan.runtime.checkpoint_format import FROZEN, DataFile, RankIndex
 from zplan.runtime.checkpoint_ranges import extents, state_tensor
 from zplan.runtime.checkpoint_write import Source, Written
 
@@ -45,6 +45,14 @@ class FrozenFiles:
         self.written, self.sums = None, sums
         sources = [(e.range, e.of(state_tensor(u, FROZEN))) for u in units for e in extents(u, FROZEN, everything=False)]
         return [(r, t.detach().to("cpu", copy=True)) for r, t in sources] if copied else sources
+
+    def adopt(self, folder: Path, index: RankIndex) -> None:
+        """Values were loaded from this checkpoint: link its file too, if what this rank wrote there is what it would write."""
+        units = [u for u in self.engine.units if u.placement.frozen]
+        mine = [e.range for u in units for e in extents(u, FROZEN, everything=False)]
+        if index.frozen is not None and [s.range for s in index.frozen.ranges] == mine:
+            self.remember(folder, index.frozen)
+            self.sums = [bit_sum(state_tensor(u, FROZEN)) for u in units]
 
     def remember(self, folder: Path, file: DataFile | None) -> None:
         """A checkpoint with this file was committed."""

@@ -298,7 +298,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing manifest": (lambda f: (f / MANIFEST).unlink(), r"is no checkpoint: it has no `manifest.json`"),
     "a short data file": (
         lambda f: os.truncate(f / "rank00000.safetensors", 1000),
-        r"rank00000.safetensors` has 1,000 bytes and the manifest says",
+        r"rank00000.safetensors` has 1,000 bytes and its index says",
     ),
     "a file too few": (
         lambda f: rewrite(f / MANIFEST, files=[]),
