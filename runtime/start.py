@@ -29,7 +29,7 @@ MEASURED_STEPS = 2
 
 @dataclass(frozen=True)
 class Saving:
-    """Checkpoints of a run. `every` None saves at the end only; `keep` None keeps all; `resume` is `auto`, a tag or None."""
+    """Checkpoints of a run. `every` None: at the end only; `keep` None: all; `resume`: `auto`, a tag or None."""
 
     folder: Path
     every: int | None = None

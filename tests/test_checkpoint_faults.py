@@ -48,7 +48,7 @@ def only_old_one_is_left(root: Path) -> None:
     assert cf.tags(root) == ["good"] and cf.latest_tag(root) == "good" and not faults(root / "good")
 
 
-# --- saving --------------------------------------------------------------------------------------------------------------
+# --- saving ----------------------------------------------------------------------------------------------------------
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def _nothing() -> Any:
     return nullcontext()
 
 
-# --- loading -------------------------------------------------------------------------------------------------------------
+# --- loading ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -375,6 +375,17 @@ def test_another_model_is_refused_before_anything_is_overwritten(engine, two):
         other.load_checkpoint(two)
     assert torch.equal(other.units[0].flat, before)
     other.close()
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_a_deepspeed_folder_is_called_by_its_name(engine, tmp_path, name):
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "global_step5" / name).write_bytes(b"x")
+    (tmp_path / "latest").write_text("global_step5")
+    for call in ({}, {"tag": "global_step5"}, {"resume": "auto"}):
+        with pytest.raises(ZplanError, match=f"is a DeepSpeed checkpoint .`{name}`.*not built yet") as caught:
+            engine.load_checkpoint(tmp_path, **call)
+        assert "zero_to_fp32.py" in caught.value.hint
 
 
 def test_a_manifest_round_trips(two):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -136,4 +137,4 @@ def test_two_hundred_kills(_forkserver, tmp_path, capsys):
     found: dict[str, Any] = kill_many(_forkserver, tmp_path, 200, seed=0)
     assert found["in a save"] >= 50, f"kills missed the saves: {found}"
     with capsys.disabled():
-        print(f"\n200 kills: {found}")
+        sys.stdout.write(f"\n200 kills: {found}\n")
