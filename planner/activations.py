@@ -89,6 +89,15 @@ def counted(spec: ModelSpec) -> bool:
     return arch.family in STYLES and not arch.dense_layers
 
 
+def eager_only(arch: Architecture) -> bool:
+    """Whether a Hugging Face class refuses fused attention."""
+    if arch.runnable:
+        return False
+    from zplan.planner.hfblocks import STYLES
+
+    return arch.family in STYLES and STYLES[arch.family].eager_only
+
+
 def _class_tape() -> type[StepTape]:
     from zplan.planner.hftape import ClassTape
 
@@ -180,11 +189,16 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
 
 def _check_class(arch: Architecture, choice: Choice) -> None:
     """Refuse what the op lists of Hugging Face classes leave out."""
-    if choice.attention != "sdpa":
+    fused, window = choice.attention == "sdpa", arch.trait("window")
+    if fused and eager_only(arch):
+        raise ZplanError(f"the class of model_type `{arch.family}` refuses fused attention", "use --attention eager")
+    if fused and window and choice.seq >= window:
         raise ZplanError(
-            f"`--attention {choice.attention}` of model_type `{arch.family}` is not counted yet", "use --attention sdpa"
+            f"with windows of {window} tokens model_type `{arch.family}` masks fused attention of {choice.seq} tokens, "
+            "which is not counted yet",
+            f"use --seq {window - 1} or less, or --attention eager",
         )
-    if choice.device == "cuda" and choice.precision == "fp32" and arch.kv_heads < arch.heads:
+    if fused and choice.device == "cuda" and choice.precision == "fp32" and arch.kv_heads < arch.heads:
         raise ZplanError(
             f"{arch.heads} heads on {arch.kv_heads} key-value heads in fp32 have no fused attention in torch, "
             f"so the activations of model_type `{arch.family}` are not counted",

@@ -309,10 +309,21 @@ class Aten:
 
     def softmax(self, x: Value, label: str) -> Value:
         """`_softmax` and `_log_softmax`: save their output."""
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], f"{label}.grad")])
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            # On CUDA the softmax's backward multiplies gradient and output into a buffer first; log-softmax does not.
+            product = self.tape.workspace(g[0].numel * g[0].itemsize, "softmax.product") if self._multiplies(label) else None
+            out = self.like(g[0], f"{label}.grad")
+            del product
+            return [out]
+
+        node = self.tape.node([x], backward)
         out = self.like(x, label)
         self.tape.finish(node, out, saved=[out])
         return out
+
+    def _multiplies(self, label: str) -> bool:
+        return self.table.kernels and label == "softmax"
 
     # Matrix products
 

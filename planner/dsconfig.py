@@ -25,6 +25,7 @@ from zplan.planner.reading import (
     want_one_of,
     want_str,
 )
+from zplan.planner.schedules import Schedule, read_schedule
 
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
@@ -53,6 +54,8 @@ class TrainingConfig:
     """Decoupled: AdamW."""
     clip: float = 1.0
     """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
+    schedule: Schedule | None = None
+    """Of the learning rate, in applied optimizer steps; None keeps it constant."""
     steps_per_print: int = 10
     """Optimizer steps between progress lines."""
     ring_slots: int = 2
@@ -108,6 +111,9 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     for key, read in (("bf16", _bf16), ("zero_optimization", _zero), ("optimizer", _optimizer), ("zplan", _extras)):
         if mapping.get(key) is not None:
             notes += read(want_object(key, where, mapping[key]), f"`{key}` of {where}", found)
+    if mapping.get("scheduler") is not None:
+        block = want_object("scheduler", where, mapping["scheduler"])
+        found["schedule"] = read_schedule(block, f"`scheduler` of {where}")
     _settle_precision(mapping, found, auto=any(path[-1] == "enabled" for path in became))
     return found, notes
 
@@ -149,7 +155,7 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
 def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
     """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
     own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
-    free = ("lr", "betas", "eps", "weight_decay", "clip", "steps_per_print")
+    free = ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "steps_per_print")
     return TrainingConfig(**{n: getattr(choice, n) for n in own}, **{n: settings[n] for n in free if n in settings})
 
 
@@ -180,6 +186,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
         "fp16": {"enabled": False},
         "optimizer": {"type": "AdamW", "params": params},
+        **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
         "communication_data_type": "fp32",
         # DeepSpeed refuses fp32 accumulation with bf16 at stage 0; null leaves it to the model's dtype there.

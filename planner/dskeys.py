@@ -74,6 +74,7 @@ TOP_HONOURED = (
     "zero_optimization",
     "gradient_clipping",
     "optimizer",
+    "scheduler",
     "steps_per_print",
     "zplan",
 )
@@ -82,7 +83,6 @@ TOP_NEUTRAL: dict[str, Neutral] = {
     "fp16": disabled,
     "amp": disabled,
     "torch_autocast": disabled,
-    "scheduler": absent,
     "communication_data_type": one_of(None, "fp32"),
     "seq_parallel_communication_data_type": one_of(None, "fp32"),
     "data_types": fp32_accumulation,
@@ -211,7 +211,6 @@ OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "mus
 
 INSTEAD: dict[str, str] = {
     "fp16": 'use "bf16": {"enabled": true}',
-    "scheduler": "drop it; the learning rate is constant",
     "activation_checkpointing": "drop the block and use `--checkpointing full`",
     "offload_optimizer": 'use {"device": "none"}',
     "offload_param": 'use {"device": "none"}',

@@ -109,18 +109,19 @@ def _yaml(block: dict[str, Any], indent: str = "") -> str:
 
 def _hf(plan: Plan) -> tuple[str, tuple[str, ...]]:
     c, t = plan.choice, plan.training
+    params = dict(t.schedule.params) if t.schedule is not None else {}
     arguments: dict[str, Any] = {
         "output_dir": "out",
         "per_device_train_batch_size": c.micro_batch,
         "gradient_accumulation_steps": c.accumulation,
-        "learning_rate": t.lr,
+        "learning_rate": t.lr if t.schedule is None else t.schedule.peak(t.lr),
         "adam_beta1": t.betas[0],
         "adam_beta2": t.betas[1],
         "adam_epsilon": t.eps,
         "weight_decay": t.weight_decay,
         "max_grad_norm": t.clip,
         "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
+        "warmup_steps": params.get("warmup_num_steps", 0),
         "bf16": c.precision == "bf16",
         "fp16": False,
         "gradient_checkpointing": c.checkpointing == "full",
@@ -129,11 +130,25 @@ def _hf(plan: Plan) -> tuple[str, tuple[str, ...]]:
         "use_cpu": c.device == "cpu",
         "deepspeed": DS_CONFIG,
     }
-    note = f"it names `{DS_CONFIG}`: write that too, with --format deepspeed"
-    return render(arguments) + "\n", (note, f"sequences of {c.seq} tokens are the data collator's business")
+    if "total_num_steps" in params:
+        arguments["max_steps"] = params["total_num_steps"]
+    notes = [f"it names `{DS_CONFIG}`: write that too, with --format deepspeed"]
+    notes.append(f"sequences of {c.seq} tokens are the data collator's business")
+    if t.schedule is not None:
+        notes.append(f"the schedule is the `scheduler` of `{DS_CONFIG}`; lr_scheduler_type is not read then")
+        if arguments["learning_rate"] != t.lr:
+            notes.append(
+                f"the Trainer wants the optimizer's lr equal: write {arguments['learning_rate']:g} for {t.lr:g}"
+            )
+    return render(arguments) + "\n", tuple(notes)
 
 
 def _fsdp2(plan: Plan) -> tuple[str, tuple[str, ...]]:
+    if plan.training.schedule is not None:
+        raise ZplanError(
+            f"the schedule {plan.training.schedule.type} is not built into the FSDP2 script yet",
+            "plan without `scheduler`, and add one of torch's to the script",
+        )
     notes = ["the ledger is zplan's: FSDP2 has gathered copies and a reduce input of its own"]
     if plan.choice.stage in (1, 2):
         notes.append("FSDP2 has no stage 1 or 2: blocks stay gathered between forward and backward instead")

@@ -1,7 +1,7 @@
 """The op lists of the layers of Hugging Face decoders (transformers 5.24): one row of `STYLES` a model_type.
 
 See [Note: lifetimes] in `planner/tape.py`: a module's call keeps its inputs until it returns. Dropout is off, as
-everywhere, and attention is torch's fused one.
+everywhere.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from zplan.planner.aten import Aten
+from zplan.planner.aten import FP32, Aten
+from zplan.planner.config import Attention
 from zplan.planner.families import Params
 from zplan.planner.hfmoe import experts
 from zplan.planner.hfops import Norm, activate, norm, rotate, rotate_front, rotate_front_at_once, rotate_in_fp32
 from zplan.planner.models import Architecture
 from zplan.planner.tape import Value
 
-Layout = Literal["serial", "post", "neox", "stablelm", "phi", "opt"]
+Layout = Literal["serial", "post", "neox", "stablelm", "phi", "opt", "sandwich"]
 Rotation = Callable[[Aten, Value, Value, Value, Value], tuple[Value, Value]]
 
 
@@ -36,11 +37,16 @@ class Style:
     feed_fused
         Gate and up are one projection.
     head_norms
-        Norm of queries and keys: `head` by head, or over the `whole` row.
+        Norm of queries and keys: `head` by head, the same once heads are `turned` before tokens, or over the `whole`
+        row.
     scaled
         Embeddings are multiplied by a number.
     rotary_fp32
         Tables and rotation are in fp32.
+    eager_only
+        The class refuses fused attention.
+    masks, tables
+        How many of each a model makes, for layers of different kinds.
     attention
         Module of the projections, and name of the last one.
     """
@@ -51,14 +57,22 @@ class Style:
     qkv: Literal["separate", "fused", "heads"] = "separate"
     gated: bool = True
     feed_fused: bool = False
-    head_norms: Literal["none", "head", "whole"] = "none"
+    head_norms: Literal["none", "head", "turned", "whole"] = "none"
     scaled: bool = False
     rotation: Rotation | None = rotate
     rotary_fp32: bool = False
+    eager_only: bool = False
+    masks: int = 1
+    tables: int = 1
     attention: tuple[str, str] = ("self_attn", "o_proj")
     feed: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
 
+
+_FOUR_NORMS = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
 
 STYLES: dict[str, Style] = {
     "qwen2": Style(),
@@ -66,6 +80,19 @@ STYLES: dict[str, Style] = {
     "qwen3_moe": Style(head_norms="head"),
     "mixtral": Style(),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
+    "gemma2": Style(
+        norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2, eager_only=True
+    ),
+    "gemma3_text": Style(
+        norm="gemma",
+        act="gelu",
+        scaled=True,
+        layout="sandwich",
+        norms=_FOUR_NORMS,
+        masks=2,
+        head_norms="turned",
+        tables=2,
+    ),
     "phi3": Style(qkv="fused", feed_fused=True, rotation=rotate_front_at_once),
     "olmo2": Style(
         norm="olmo",
@@ -110,13 +137,15 @@ STYLES: dict[str, Style] = {
 class Block:
     """One decoder layer over parameters by short name."""
 
-    def __init__(self, op: Aten, p: Params, arch: Architecture, style: Style) -> None:
-        self.op, self.p, self.arch, self.style = op, p, arch, style
+    def __init__(self, op: Aten, p: Params, arch: Architecture, style: Style, kind: Attention) -> None:
+        self.op, self.p, self.arch, self.style, self.kind = op, p, arch, style, kind
 
-    def run(self, x: Value, *tables: Value) -> Value:
-        """The layer. A checkpointed one keeps all that it was called with, so positions are among the tables."""
-        used = tables[:2] if self.style.rotation else ()
-        return self.op.named("output", _LAYOUTS[self.style.layout](self, x, *used))
+    def run(self, x: Value, positions: Value, *given: Value) -> Value:
+        """The layer, of rotary tables and a mask, where there are any.
+
+        `positions` are not read, but a checkpointed layer keeps all that it was called with.
+        """
+        return self.op.named("output", _LAYOUTS[self.style.layout](self, x, *given))
 
     # Parts
 
@@ -148,6 +177,12 @@ class Block:
             k = norm(op, self.linear(x, f"{name}.k_proj"), self.p, f"{name}.k_norm", self.style.norm)
             v = op.named("v", self.linear(x, f"{name}.v_proj"))
             return self.heads(q, a.heads), self.heads(k, a.kv_heads), self.heads(v, a.kv_heads)
+        if self.style.head_norms == "turned":
+            q = self.heads(self.linear(x, f"{name}.q_proj"), a.heads)
+            k = self.heads(self.linear(x, f"{name}.k_proj"), a.kv_heads)
+            v = self.heads(op.named("v", self.linear(x, f"{name}.v_proj")), a.kv_heads)
+            q = norm(op, q, self.p, f"{name}.q_norm", self.style.norm)
+            return q, norm(op, k, self.p, f"{name}.k_norm", self.style.norm), v
         if self.style.head_norms == "head":
             q, k = self._normed_heads(x, "q", a.heads), self._normed_heads(x, "k", a.kv_heads)
         else:
@@ -160,17 +195,35 @@ class Block:
         projected = op.view(self.linear(x, f"{name}.{which}_proj"), (*x.shape[:2], count, self.arch.head_dim))
         return op.transpose(norm(op, projected, self.p, f"{name}.{which}_norm", self.style.norm), 1, 2)
 
-    def attention(self, x: Value, *tables: Value) -> Value:
-        op, name = self.op, self.style.attention
+    def attention(self, x: Value, cos: Value, sin: Value, *mask: Value) -> tuple[Value, Value | None]:
+        """The output, and the probabilities where they were written, which a layer keeps until it returns."""
         q, k, v = self.queries_keys_values(x)
-        if self.style.rotation:
-            q, k = self.style.rotation(op, q, k, *tables)
-        return self.linear(self._attend(q, k, v), ".".join(name))
+        assert self.style.rotation is not None
+        q, k = self.style.rotation(self.op, q, k, cos, sin)
+        return self.attend(q, k, v, *mask)
 
-    def _attend(self, q: Value, k: Value, v: Value) -> Value:
-        op = self.op
-        out = op.contiguous(op.transpose(op.sdpa(q, k, v), 1, 2))
-        return op.reshape(out, (*out.shape[:2], self.arch.heads * self.arch.head_dim))
+    def attend(self, q: Value, k: Value, v: Value, *mask: Value) -> tuple[Value, Value | None]:
+        """From queries, keys and values (B, H, T, D) to what `attention` returns."""
+        out, weights = self._eager(q, k, v, *mask) if self.kind == "eager" else self._fused(q, k, v)
+        out = self.op.reshape(out, (*out.shape[:2], self.arch.heads * self.arch.head_dim))
+        return self.linear(out, ".".join(self.style.attention)), weights
+
+    def _fused(self, q: Value, k: Value, v: Value) -> tuple[Value, Value | None]:
+        return self.op.contiguous(self.op.transpose(self.op.sdpa(q, k, v), 1, 2)), None
+
+    def _eager(self, q: Value, k: Value, v: Value, mask: Value) -> tuple[Value, Value | None]:
+        op, times = self.op, self.arch.heads // self.arch.kv_heads
+        if times > 1:
+            k, v = op.repeat_interleave(k, times), op.repeat_interleave(v, times)
+        scores = op.scale(op.matmul(q, op.transpose(k, 2, 3)))
+        if self.arch.trait("capped_scores"):
+            scores = op.scale(scores)
+            scores = op.tanh(scores)
+            scores = op.scale(scores)
+        scores = op.add(scores, mask)
+        scores = op.to(op.softmax(op.to(scores, FP32), "softmax"), q.itemsize)
+        out = op.named("attention output", op.matmul(scores, v))
+        return op.contiguous(op.transpose(out, 1, 2)), scores
 
     def feed(self, x: Value) -> Value:
         op, act = self.op, self.style.act
@@ -195,7 +248,7 @@ class Block:
 def _serial(b: Block, x: Value, *tables: Value) -> Value:
     residual = x
     hidden = b.norm(x, 0)
-    hidden = b.attention(hidden, *tables)
+    hidden, _weights = b.attention(hidden, *tables)
     hidden = b.op.named("after attention", b.op.add(residual, hidden))
     residual = hidden
     hidden = b.norm(hidden, 1)
@@ -206,7 +259,7 @@ def _serial(b: Block, x: Value, *tables: Value) -> Value:
 def _post(b: Block, x: Value, *tables: Value) -> Value:
     """Norms behind attention and feed-forward part."""
     residual = x
-    hidden = b.attention(x, *tables)
+    hidden, _weights = b.attention(x, *tables)
     hidden = b.norm(hidden, 0)
     hidden = b.op.named("after attention", b.op.add(residual, hidden))
     residual = hidden
@@ -216,7 +269,7 @@ def _post(b: Block, x: Value, *tables: Value) -> Value:
 
 
 def _neox(b: Block, x: Value, *tables: Value) -> Value:
-    attended = b.attention(b.norm(x, 0), *tables)
+    attended, _weights = b.attention(b.norm(x, 0), *tables)
     if not b.arch.trait("parallel"):
         attended = b.op.named("after attention", b.op.add(attended, x))
         return b.op.add(b.feed(b.norm(attended, 1)), attended)
@@ -227,7 +280,7 @@ def _neox(b: Block, x: Value, *tables: Value) -> Value:
 def _stablelm(b: Block, x: Value, *tables: Value) -> Value:
     residual = x
     hidden = b.norm(x, 0)
-    attended = b.attention(hidden, *tables)
+    attended, _weights = b.attention(hidden, *tables)
     if not b.arch.trait("serial"):
         fed = b.feed(hidden)
         return b.op.add(b.op.add(residual, attended), fed)
@@ -239,17 +292,31 @@ def _stablelm(b: Block, x: Value, *tables: Value) -> Value:
 def _phi(b: Block, x: Value, *tables: Value) -> Value:
     residual = x
     hidden = b.norm(x, 0)
-    attended = b.attention(hidden, *tables)
+    attended, _weights = b.attention(hidden, *tables)
     fed = b.feed(hidden)
     return b.op.add(b.op.add(attended, fed), residual)
 
 
-def _opt(b: Block, x: Value) -> Value:
+def _sandwich(b: Block, x: Value, *tables: Value) -> Value:
+    """Norms before and behind."""
+    residual = x
+    hidden = b.norm(x, 0)
+    hidden, _weights = b.attention(hidden, *tables)
+    hidden = b.norm(hidden, 1)
+    hidden = b.op.named("after attention", b.op.add(residual, hidden))
+    residual = hidden
+    hidden = b.norm(hidden, 2)
+    hidden = b.feed(hidden)
+    hidden = b.norm(hidden, 3)
+    return b.op.add(residual, hidden)
+
+
+def _opt(b: Block, x: Value, *mask: Value) -> Value:
     """Queries are scaled before attention, and the feed-forward part sees rows of tokens."""
     op = b.op
     residual = x
     hidden = b.norm(x, 0)
-    hidden = _opt_attention(b, hidden)
+    hidden, _weights = _opt_attention(b, hidden, *mask)
     hidden = op.named("after attention", op.add(residual, hidden))
     shape = hidden.shape
     hidden = op.reshape(hidden, (shape[0] * shape[1], shape[2]))
@@ -261,12 +328,12 @@ def _opt(b: Block, x: Value) -> Value:
     return op.view(op.add(residual, hidden), shape)
 
 
-def _opt_attention(b: Block, x: Value) -> Value:
+def _opt_attention(b: Block, x: Value, *mask: Value) -> tuple[Value, Value | None]:
     op, heads = b.op, b.arch.heads
     q = b.heads(op.named("q, scaled", op.scale(b.linear(x, "self_attn.q_proj"))), heads)
     k, v = b.linear(x, "self_attn.k_proj"), b.linear(x, "self_attn.v_proj")
     k, v = b.heads(op.named("k", k), heads), b.heads(op.named("v", v), heads)
-    return b.linear(b._attend(q, k, v), "self_attn.out_proj")
+    return b.attend(q, k, v, *mask)
 
 
 _LAYOUTS: dict[Layout, Callable[..., Value]] = {
@@ -276,4 +343,5 @@ _LAYOUTS: dict[Layout, Callable[..., Value]] = {
     "stablelm": _stablelm,
     "phi": _phi,
     "opt": _opt,
+    "sandwich": _sandwich,
 }

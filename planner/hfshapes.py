@@ -27,7 +27,16 @@ NAMES = {
     "vocab": "vocab_size",
     "max_seq": "max_position_embeddings",
 }
-GPT_NAMES = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "max_seq": "n_positions"}
+UNGROUPED = {"kv_heads": "num_attention_heads"}
+"""For classes that know no key-value heads of their own."""
+GPT_NAMES = {
+    "kv_heads": "n_head",
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "ffn": "n_inner",
+    "max_seq": "n_positions",
+}
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,23 @@ def _neox(keys: Keys, hidden: int) -> Traits:
         "bias": keys.flag("attention_bias", default=True),
         "parallel": keys.flag("use_parallel_residual", default=True),
         "rotary": _rotary(_with(keys, num_attention_heads=64), hidden, 0.25, "rotary_pct"),
+    }
+
+
+def _gemma2(keys: Keys, hidden: int) -> Traits:
+    """A cap that is there and null is none; one that is not there is the class's."""
+    traits = _gemma3_text(keys, hidden)
+    for name, key in (("capped_scores", "attn_logit_softcapping"), ("capped_logits", "final_logit_softcapping")):
+        traits[name] = keys.config.get(key, True) is not None
+    return traits
+
+
+def _gemma3_text(keys: Keys, hidden: int) -> Traits:
+    return {
+        **_biases(keys),
+        "window": keys.integer("sliding_window", 4096),
+        "capped_scores": keys.config.get("attn_logit_softcapping") is not None,
+        "capped_logits": keys.config.get("final_logit_softcapping") is not None,
     }
 
 
@@ -318,12 +344,13 @@ _V3 = {
 }
 
 SHAPES: dict[str, Shape] = {
-    "baichuan": Shape(("BaichuanForCausalLM",), (32, 4096, 32, 0, 0, 11008, 125696, 4096), tied=False),
+    "baichuan": Shape(("BaichuanForCausalLM",), (32, 4096, 32, 0, 0, 11008, 125696, 4096), tied=False, names=UNGROUPED),
     "bert": Shape(
         ("BertForMaskedLM",),
         (12, 768, 12, 0, 0, 3072, 30522, 512),
         tied=True,
         traits=lambda keys, hidden: {"types": keys.integer("type_vocab_size", 2)},
+        names=UNGROUPED,
     ),
     "bloom": Shape(
         ("BloomForCausalLM",),
@@ -331,7 +358,7 @@ SHAPES: dict[str, Shape] = {
         tied=True,
         traits=lambda keys, hidden: {"bias": True},
         # Its positions are biases on the scores; `seq_length` is what it was trained with.
-        names={"layers": "n_layer", "heads": "n_head", "ffn": "n_inner", "max_seq": "seq_length"},
+        names={"layers": "n_layer", "heads": "n_head", "kv_heads": "n_head", "ffn": "n_inner", "max_seq": "seq_length"},
     ),
     "chatglm": Shape(
         ("ChatGLMModel", "ChatGLMForConditionalGeneration"),
@@ -378,19 +405,20 @@ SHAPES: dict[str, Shape] = {
         ("Gemma2ForCausalLM",),
         (26, 2304, 8, 4, 256, 9216, 256000, 8192),
         tied=True,
-        traits=lambda keys, hidden: _biases(keys),
+        traits=_gemma2,
     ),
     "gemma3_text": Shape(
         ("Gemma3ForCausalLM",),
         (26, 2304, 8, 4, 256, 9216, 262208, 131072),
         tied=True,
-        traits=lambda keys, hidden: _biases(keys),
+        traits=_gemma3_text,
     ),
     "gpt_neox": Shape(
         ("GPTNeoXForCausalLM",),
         (44, 6144, 64, 0, 0, 24576, 50432, 2048),
         tied=False,
         traits=_neox,
+        names=UNGROUPED,
     ),
     "gpt_oss": Shape(("GptOssForCausalLM",), (36, 2880, 64, 8, 64, 2880, 201088, 131072), tied=False, traits=_gpt_oss),
     "gptj": Shape(("GPTJForCausalLM",), (28, 4096, 16, 0, 0, 0, 50400, 2048), tied=False, names=GPT_NAMES),
@@ -408,7 +436,11 @@ SHAPES: dict[str, Shape] = {
         traits=lambda keys, hidden: _biases(keys),
     ),
     "opt": Shape(
-        ("OPTForCausalLM",), (12, 768, 12, 0, 0, 3072, 50272, 2048), tied=True, traits=_opt, names={"ffn": "ffn_dim"}
+        ("OPTForCausalLM",),
+        (12, 768, 12, 0, 0, 3072, 50272, 2048),
+        tied=True,
+        traits=_opt,
+        names={"ffn": "ffn_dim"} | UNGROUPED,
     ),
     "phi": Shape(("PhiForCausalLM",), (24, 2048, 32, 0, 0, 8192, 51200, 2048), tied=False, traits=_phi),
     "phi3": Shape(("Phi3ForCausalLM",), (32, 3072, 32, 0, 0, 8192, 32064, 4096), tied=False, traits=_phi3),
@@ -437,9 +469,18 @@ SHAPES: dict[str, Shape] = {
         (6, 512, 8, 0, 64, 2048, 32128, 512),
         tied=True,
         traits=_t5,
-        names={"layers": "num_layers", "hidden": "d_model", "heads": "num_heads", "head_dim": "d_kv", "ffn": "d_ff"},
+        names={
+            "layers": "num_layers",
+            "hidden": "d_model",
+            "heads": "num_heads",
+            "kv_heads": "num_heads",
+            "head_dim": "d_kv",
+            "ffn": "d_ff",
+        },
     ),
-    "vit": Shape(("ViTForImageClassification",), (12, 768, 12, 0, 0, 3072, 1000, 197), tied=False, traits=_vit),
+    "vit": Shape(
+        ("ViTForImageClassification",), (12, 768, 12, 0, 0, 3072, 1000, 197), tied=False, traits=_vit, names=UNGROUPED
+    ),
 }
 """model_type -> how it is read."""
 

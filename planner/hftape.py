@@ -6,10 +6,10 @@ so the logits in compute dtype die before backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from zplan.planner.aten import FP32, INT64, Aten
+from zplan.planner.aten import BOOL, FP32, INT64, Aten
 from zplan.planner.config import Attention, Checkpointing
 from zplan.planner.families import Params, StepTape
 from zplan.planner.hfblocks import STYLES, Block
@@ -28,13 +28,22 @@ class ClassTape(StepTape):
             u.name: {_short(u, p.name): self.params[p.name] for p in u.params} for u in units
         }
 
-    def block(self, i: int, checkpointing: Checkpointing) -> Callable[..., Value]:
-        run = Block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style).run
-        return partial(self.tape.checkpoint, run) if checkpointing == "full" else run
-
-    def layers(self, hidden: Value, checkpointing: Checkpointing, *tables: Value) -> Value:
+    def layers(
+        self,
+        hidden: Value,
+        checkpointing: Checkpointing,
+        attention: Attention,
+        positions: Value,
+        tables: Sequence[tuple[Value, ...]],
+        masks: Sequence[Value],
+    ) -> Value:
+        """All layers and the last norm."""
         for i in range(self.arch.layers):
-            hidden = self.unit(f"blocks.{i}", self.block(i, checkpointing), hidden, *tables)
+            run = Block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style, attention).run
+            block = partial(self.tape.checkpoint, run) if checkpointing == "full" else run
+            # Where there are two kinds of layers the first one stands for those of the other kind.
+            kind = -1 if i == 0 else 0
+            hidden = self.unit(f"blocks.{i}", block, hidden, positions, *tables[kind], *(masks and [masks[kind]]))
         return self.unit("norm", self._norm, hidden)
 
     def embed(self, ids: Value) -> Value:
@@ -45,30 +54,44 @@ class ClassTape(StepTape):
         out.node.on_gradient = "backward.embed"
         return out
 
-    def features(self, ids: Value, checkpointing: Checkpointing) -> Value:
+    def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
         if self.style.rotation is None:
-            return self._learned_positions(ids, checkpointing)
+            return self._learned_positions(ids, checkpointing, attention)
         embedded, seq = self.embed(ids), ids.shape[1]
         positions = self._positions(seq)
+        masks = self._masks(ids, attention)
         wide = self.arch.trait("rotary") or self.arch.head_dim
-        cos, sin = rotary_tables(self.op, wide, seq, FP32 if self.style.rotary_fp32 else self.itemsize)
-        return self.layers(embedded, checkpointing, cos, sin, positions)
+        itemsize = FP32 if self.style.rotary_fp32 else self.itemsize
+        tables = [rotary_tables(self.op, wide, seq, itemsize) for _ in range(self.style.tables)]
+        return self.layers(embedded, checkpointing, attention, positions, tables, masks)
+
+    def _masks(self, ids: Value, attention: Attention) -> list[Value]:
+        """Fused attention of whole sequences needs none. Otherwise each is (B, 1, T, T), in the compute dtype."""
+        return [self._mask(*ids.shape) for _ in range(self.style.masks)] if attention == "eager" else []
+
+    def _mask(self, batch: int, seq: int) -> Value:
+        future = self.tape.new((1, 1, seq, seq), BOOL, "mask")
+        chosen = [self.tape.new((), self.itemsize, "mask") for _ in ("zero", "lowest")]
+        out = self.tape.new((batch, 1, seq, seq), self.itemsize, "mask")
+        del future, chosen
+        return out
 
     def _positions(self, seq: int) -> Value:
         """`arange(T) + 0`."""
         counted = self.tape.new((seq,), INT64, "positions.ids")
         return self.op.like(counted, "positions.ids")
 
-    def _learned_positions(self, ids: Value, checkpointing: Checkpointing) -> Value:
+    def _learned_positions(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
         """OPT counts the ones of an fp32 mask, and looks the counts up two rows further down."""
         tape, embedded = self.tape, self.embed(ids)
         mask = tape.new(ids.shape, FP32, "positions.mask")
         positions = tape.new(ids.shape, FP32, "positions.ids")
         positions = self._shifted(self.op.like(positions, "positions.ids"))
+        masks = self._masks(ids, attention)
         table = partial(self.op.embedding, self.by_unit["positions"]["weight"], table="positions")
         rows = self.unit("positions", lambda x: table(self.op.like(x, "positions.ids")), positions)
         hidden = self.op.add(embedded, rows)
-        out = self.layers(hidden, checkpointing, positions)
+        out = self.layers(hidden, checkpointing, attention, positions, [()], masks)
         del mask
         return out
 
@@ -87,10 +110,13 @@ class ClassTape(StepTape):
         return self.op.linear(x, weight, self.by_unit["head"].get("bias"))
 
     def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        assert attention == "sdpa", "eager attention of these classes has no op list"
-        hidden = self.features(ids, checkpointing)
+        hidden = self.features(ids, checkpointing, attention)
         logits = self.op.named("logits", self.unit("head", self._head, hidden))
         self.tape.enter("loss")
+        if self.arch.trait("capped_logits"):
+            logits = self.op.scale(logits)
+            logits = self.op.tanh(logits)
+            logits = self.op.scale(logits)
         return self._loss(logits, labels)
 
     def _loss(self, logits: Value, labels: Value) -> Value:

@@ -231,3 +231,6 @@ def _setting_rows(plan: Plan) -> Iterator[Decision]:
         shown = " ".join(f"{x:g}" for x in value) if isinstance(value, tuple) else f"{value:g}"
         chosen = name not in plan.settings
         yield Decision(name, shown, chosen, "a default, not a recommendation" if chosen else "asked by --config")
+    schedule = plan.training.schedule
+    if schedule is not None:
+        yield Decision("schedule", schedule.words(plan.training.lr), chosen=False, reason="asked by --config")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from zplan.planner.activations import eager_only
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
@@ -127,6 +128,8 @@ class Search:
         """A choice with everything else as asked for or by default."""
         names = ("precision", "attention", "ring_slots", "piece_numel", "device")
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
+        if eager_only(self.model.arch):
+            fixed.setdefault("attention", "eager")
         return Choice(
             stage=stage,
             world_size=batch.world_size,

@@ -29,6 +29,7 @@ from zplan.runtime.materialize import Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedAdamW
 from zplan.runtime.reducer import Reducer
+from zplan.runtime.schedule import Scheduler
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned
 
@@ -92,6 +93,7 @@ class Engine(nn.Module):
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
         self.optimizer = ShardedAdamW(self.trained, self.choice, training, self.arena)
         self.reducer.landed = self.optimizer.landed
+        self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = _LISTENERS[-1] if _LISTENERS else None
         self.global_steps = 0
@@ -190,6 +192,8 @@ class Engine(nn.Module):
         if not self.is_gradient_accumulation_boundary():
             return
         self.hooks.phase("step")
+        if self.scheduler is not None:
+            self.scheduler.before_step()
         self.optimizer.measure(self.collectives)
         # What the next forward needs first is updated first, and gathered while the rest is updated.
         first, rest = self.hooks.split_schedule(FIRST_UNITS)
@@ -198,6 +202,8 @@ class Engine(nn.Module):
             self.gatherer.invalidate(units)
             for unit in first if units is first else ():
                 self.gatherer.prefetch(unit)
+        if self.scheduler is not None:
+            self.scheduler.count()
         self.optimizer.finish()
         self.reducer.drop()
         self.global_steps += 1
@@ -336,7 +342,10 @@ class Engine(nn.Module):
             Path of the checkpoint (None on a fresh start) and the client state.
         """
         self._alive()
-        return self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
+        found = self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
+        if self.scheduler is not None:
+            self.scheduler.count()
+        return found
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> Path:
         """Write a bf16 folder that transformers' `from_pretrained` loads. Every rank must call it, between two steps.
@@ -398,7 +407,7 @@ def initialize(
     checked: bool | None = None,
     units: Sequence[str] | None = None,
     resident: Sequence[str] = (),
-) -> tuple[Engine, ShardedAdamW, Any, None]:
+) -> tuple[Engine, ShardedAdamW, Any, Scheduler | None]:
     """Turn a module into an engine that trains it under a plan or config.
 
     Parameters
@@ -427,7 +436,7 @@ def initialize(
     Returns
     -------
     tuple
-        `(engine, optimizer, loader, None)`; learning-rate schedules are not built yet.
+        `(engine, optimizer, loader, scheduler)`; the scheduler is None where the config has no `scheduler`.
 
     Raises
     ------
@@ -441,7 +450,7 @@ def initialize(
     training = _training_config(config, model, mesh)
     engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
     loader = None if training_data is None else _loader(training_data, engine, seed)
-    return engine, engine.optimizer, loader, None
+    return engine, engine.optimizer, loader, engine.scheduler
 
 
 def _say_if_reserved_may_grow(mesh: Mesh) -> None:

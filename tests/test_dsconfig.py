@@ -133,7 +133,7 @@ def test_what_is_left_out_has_deepspeeds_meaning():
         ({"train_batch_size": True}, "`train_batch_size` of `ds.json` is true", "whole number"),
         ({"train_batch_size": 1.5}, "1.5", "whole number"),
         ({"train_batch_size": -8}, "-8", "at least 1"),
-        ({"scheduler": {"type": "WarmupLR"}}, "`scheduler`", "constant"),
+        ({"scheduler": {"type": "Warmup"}}, "no schedule `Warmup`", "`WarmupLR`"),
         ({"wall_clock_breakdown": True}, "`wall_clock_breakdown`", "leave it out"),
         (
             {"activation_checkpointing": {"partition_activations": True}},

@@ -14,8 +14,9 @@ from zplan.planner.emit_scripts import model_config
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
 from zplan.planner.lint import Subject, check_document
-from zplan.planner.plan_file import save_plan
+from zplan.planner.plan_file import load_plan, save_plan
 from zplan.planner.relaxed import read_document
+from zplan.planner.report import plan_report
 
 TINY = {
     "model_type": "llama",
@@ -209,6 +210,41 @@ def test_the_slurm_script_starts_one_torchrun_a_node(folder, tmp_path):
         "1",
         "plan plan.json",
     ]
+
+
+SCHEDULE = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_max_lr": 2e-4}}
+
+
+def test_a_plan_with_a_schedule(folder, tmp_path):
+    optimizer = {"type": "AdamW", "params": {"lr": 2e-4}}
+    plan = make(folder, config={"optimizer": optimizer, "scheduler": SCHEDULE})
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert "WarmupDecayLR: 0 at the start, 0.0002 at step 5, 0 at step 11" in plan_report(plan, ())
+    written = json.loads(emit(plan, "deepspeed")[0])["scheduler"]
+    assert written["params"] == {**SCHEDULE["params"], "warmup_min_lr": 0.0, "warmup_type": "log"}
+    arguments = json.loads(emit(plan, "hf")[0])
+    assert (arguments["learning_rate"], arguments["warmup_steps"], arguments["max_steps"]) == (2e-4, 3, 9)
+    with pytest.raises(ZplanError, match="FSDP2 script yet"):
+        emit(plan, "fsdp2")
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning")
+def test_transformers_finds_no_mismatch_in_a_schedule(folder, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the hf extra: transformers")
+    pytest.importorskip("deepspeed", reason="needs the witness extra: deepspeed")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    optimizer = {"type": "AdamW", "params": {"lr": 2e-4}}
+    plan = make(folder, gpus=1, config={"optimizer": optimizer, "scheduler": SCHEDULE})
+    arguments = json.loads(emit(plan, "hf")[0])
+    del arguments["deepspeed"]
+    args = transformers.TrainingArguments(**{**arguments, "output_dir": str(tmp_path)})
+    config = HfTrainerDeepSpeedConfig(json.loads(emit(plan, "deepspeed")[0]))
+    config.trainer_config_process(args)
+    config.fill_match("scheduler.params.total_num_steps", args.max_steps, "max_steps")
+    config.fill_match("scheduler.params.warmup_num_steps", args.get_warmup_steps(args.max_steps), "warmup_steps")
+    assert config.mismatches == []
 
 
 def test_unknown_formats_and_the_command(folder, tmp_path, capsys):

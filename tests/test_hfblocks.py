@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from phases import DTYPES, mark_phases
@@ -36,6 +38,9 @@ CASES = {
     "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 4},
     "qwen3": {"model_type": "qwen3", "head_dim": 24},
     "gemma": {"model_type": "gemma", "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "gemma2": {"model_type": "gemma2"},
+    "gemma2, not capped": {"model_type": "gemma2", "final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "gemma3_text": {"model_type": "gemma3_text", "layer_types": ["full_attention"] + ["sliding_attention"] * 3},
     "phi3": {"model_type": "phi3", "resid_pdrop": 0.0},
     "olmo2": {"model_type": "olmo2"},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
@@ -77,8 +82,17 @@ CASES = {
 }
 
 
-def choose(batch: int, seq: int, precision: str, checkpointing: str) -> Choice:
-    return Choice(0, 1, micro_batch=batch, seq=seq, precision=precision, checkpointing=checkpointing, device="cpu")
+def choose(batch: int, seq: int, precision: str, checkpointing: str, attention: str = "sdpa") -> Choice:
+    return Choice(
+        0,
+        1,
+        micro_batch=batch,
+        seq=seq,
+        precision=precision,
+        checkpointing=checkpointing,
+        attention=attention,
+        device="cpu",
+    )
 
 
 def predicted(config: dict, choice: Choice) -> dict[str, int]:
@@ -109,7 +123,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def observed(config: dict, choice: Choice) -> dict[str, int]:
-    hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation="sdpa")
+    hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
     model = transformers.AutoModelForCausalLM.from_config(hf).to(DTYPES[choice.precision])
     model.train()
     if choice.checkpointing == "full":
@@ -133,11 +147,16 @@ def observed(config: dict, choice: Choice) -> dict[str, int]:
     return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_phase_equals_what_an_observer_sees(name, precision, checkpointing):
-    config, choice = SMALL | CASES[name], choose(3, 10, precision, checkpointing)
+GRID = [
+    case
+    for case in product(CASES, ("bf16", "fp32"), ("none", "full"), ("sdpa", "eager"))
+    if case[3] == "eager" or not case[0].startswith("gemma2")
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "checkpointing", "attention"), GRID, ids=["-".join(c) for c in GRID])
+def test_every_phase_equals_what_an_observer_sees(name, precision, checkpointing, attention):
+    config, choice = SMALL | CASES[name], choose(3, 10, precision, checkpointing, attention)
     expected, seen = predicted(config, choice), observed(config, choice)
     del expected["idle"]
     wrong = {p: (n, seen.get(p, 0)) for p, n in expected.items() if n != seen.get(p, 0)}

@@ -56,7 +56,12 @@ def main() -> None:
         for k in (1, 3):
             dtype = torch.float32 if precision == "fp32" else torch.bfloat16
             expected = w.reference(
-                w.ARCHS["llama4"], steps=STEPS, world_size=mesh.world_size, accumulation=k, dtype=dtype, device=mesh.device
+                w.ARCHS["llama4"],
+                steps=STEPS,
+                world_size=mesh.world_size,
+                accumulation=k,
+                dtype=dtype,
+                device=mesh.device,
             )
             for stage in range(4):
                 for checkpointing in ("full",) if k == 1 else ("none",):

@@ -36,9 +36,7 @@ def main() -> None:
     with Meter(device) as meter:
         with torch.device("meta"):
             model = Decoder(arch, checkpointing=checkpointing)
-        engine, *_ = initialize(
-            model=model, config=config, init=lambda n, t: init_parameter(n, t, 0), world=world
-        )
+        engine, *_ = initialize(model=model, config=config, init=lambda n, t: init_parameter(n, t, 0), world=world)
         meter.attach(engine)
         for _ in range(3):
             for _ in range(accumulation):
@@ -56,7 +54,9 @@ def main() -> None:
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
         out = sys.stdout.write
-        out(f"== {name} stage {stage} mb {micro_batch} seq {seq} k {accumulation} {checkpointing} world {engine.world_size}\n")
+        out(
+            f"== {name} stage {stage} mb {micro_batch} seq {seq} k {accumulation} {checkpointing} world {engine.world_size}\n"
+        )
         wrong = [r for r in (*c.lines, *c.peaks) if r.difference]
         for r in sorted(wrong, key=lambda r: -abs(r.difference))[:14]:
             out(f"  {r.where:42} {r.name[:60]:60} {r.predicted:>15,} {r.measured:>15,} {r.difference:>+13,}\n")

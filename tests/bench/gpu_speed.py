@@ -1,6 +1,7 @@
-"""Tokens a second and peak memory of zplan and FSDP2 on the same decoder, in alternating order in one job.
+"""Tokens a second and peak memory of zplan and its peers on the same decoder, in alternating order in one job.
 
-torchrun --standalone --nproc-per-node N tests/bench/gpu_speed.py MODEL MICRO_BATCH SEQ [full] [stageN] [rounds=2] [compile]
+torchrun --standalone --nproc-per-node N tests/bench/gpu_speed.py MODEL MICRO_BATCH SEQ
+    [full] [stageN] [rounds=2] [compile] [fsdp2] [deepspeed]
 """
 
 from __future__ import annotations
@@ -8,27 +9,24 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from peers import ADAMW, CLIP, Made, Step, deepspeed_step, fsdp2_step
 from shapes import SHAPES
-from torch import nn
 
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.engine import initialize
 from zplan.runtime.mesh import Mesh, join
 
 WARM_UP, STEPS = 4, 8
-ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def zplan_step(name: str, micro_batch: int, checkpointing: str, stage: int, compiled: bool) -> tuple[Step, Callable[[], None]]:
+def zplan_step(name: str, micro_batch: int, checkpointing: str, stage: int, *, compiled: bool) -> Made:
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "zero_optimization": {"stage": stage},
     }
@@ -48,38 +46,11 @@ def zplan_step(name: str, micro_batch: int, checkpointing: str, stage: int, comp
     return step, engine.close
 
 
-def fsdp2_step(name: str, checkpointing: str, mesh: Mesh, compiled: bool) -> tuple[Step, Callable[[], None]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    where = init_device_mesh("cuda", (mesh.world_size,))
-    with torch.device(mesh.device):
-        model = Decoder(SHAPES[name], checkpointing=checkpointing)
-    for pname, p in model.named_parameters():
-        init_parameter(pname, p.data, 0)
-    if compiled:
-        for block in model.blocks:
-            block.compile()
-    for block in model.blocks:
-        fully_shard(block, mesh=where, mp_policy=policy)
-    fully_shard(model, mesh=where, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-
-    def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = model(ids, labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step, lambda: None
-
-
 def measure(step: Step, name: str, micro_batch: int, seq: int, mesh: Mesh) -> tuple[float, float, float, list[float]]:
     g = torch.Generator(device=mesh.device).manual_seed(mesh.rank)
-    data = torch.randint(0, SHAPES[name].vocab, (WARM_UP + STEPS, micro_batch, seq + 1), device=mesh.device, generator=g)
+    data = torch.randint(
+        0, SHAPES[name].vocab, (WARM_UP + STEPS, micro_batch, seq + 1), device=mesh.device, generator=g
+    )
     torch.cuda.empty_cache()
     losses = []
     for i in range(WARM_UP + STEPS):
@@ -96,34 +67,44 @@ def measure(step: Step, name: str, micro_batch: int, seq: int, mesh: Mesh) -> tu
     return rate, *peaks, [x.item() for x in losses[:4]]
 
 
+def make(
+    runtime: str, name: str, micro_batch: int, checkpointing: str, mesh: Mesh, *, stage: int, compiled: bool
+) -> Made:
+    if runtime == "zplan":
+        return zplan_step(name, micro_batch, checkpointing, stage, compiled=compiled)
+    if runtime == "fsdp2":
+        return fsdp2_step(name, checkpointing, mesh, compiled=compiled)
+    return deepspeed_step(name, micro_batch, checkpointing, mesh, stage, compiled=compiled)
+
+
 def main() -> None:
     name, micro_batch, seq, rest = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     checkpointing, compiled = "full" if "full" in rest else "none", "compile" in rest
     stage = next((int(x[5:]) for x in rest if x.startswith("stage")), 3)
     rounds = next((int(x[7:]) for x in rest if x.startswith("rounds=")), 2)
+    peers = [x for x in ("fsdp2", "deepspeed") if x in rest] or ["fsdp2"]
     mesh = join()
-    rates: dict[str, list[float]] = {"zplan": [], "fsdp2": []}
+    rates: dict[str, list[float]] = {}
     for i in range(rounds):
-        for runtime in ("zplan", "fsdp2") if i % 2 == 0 else ("fsdp2", "zplan"):
-            if runtime == "zplan":
-                step, close = zplan_step(name, micro_batch, checkpointing, stage, compiled)
-            else:
-                step, close = fsdp2_step(name, checkpointing, mesh, compiled)
+        for runtime in ["zplan", *peers][:: 1 if i % 2 == 0 else -1]:
+            step, close = make(runtime, name, micro_batch, checkpointing, mesh, stage=stage, compiled=compiled)
             rate, allocated, reserved, losses = measure(step, name, micro_batch, seq, mesh)
             close()
             del step, close
             gc.collect()
             torch.cuda.empty_cache()
-            rates[runtime].append(rate)
+            rates.setdefault(runtime, []).append(rate)
             if mesh.rank == 0:
+                how = f"{checkpointing}{' compiled' if compiled else ''}"
                 sys.stdout.write(
-                    f"{runtime:6} {name} mb {micro_batch} seq {seq} {checkpointing}{' compiled' if compiled else ''}: {rate:9,.0f} tok/s/GPU, "
-                    f"allocated {allocated:6.2f} reserved {reserved:6.2f} GiB, losses {[round(x, 4) for x in losses]}\n"
+                    f"{runtime:9} {name} mb {micro_batch} seq {seq} {how}: {rate:7,.0f} tok/s/GPU, "
+                    f"allocated {allocated:6.2f} "
+                    f"reserved {reserved:6.2f} GiB, losses {[round(x, 4) for x in losses]}\n"
                 )
                 sys.stdout.flush()
     if mesh.rank == 0:
-        ratio = max(rates["zplan"]) / max(rates["fsdp2"])
-        sys.stdout.write(f"RATIO zplan stage {stage} / fsdp2: {ratio:.3f}\n")
+        for peer in peers:
+            sys.stdout.write(f"RATIO zplan stage {stage} / {peer}: {max(rates['zplan']) / max(rates[peer]):.3f}\n")
     dist.barrier()
     mesh.close()
 
