@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zplan import __version__
 from zplan.planner.errors import ZplanError
+from zplan.planner.saving import snapshot_numel
 from zplan.runtime import checkpoint_folder as folder
 from zplan.runtime.checkpoint_format import STATES, DataFile, FileRecord, Manifest
 from zplan.runtime.checkpoint_frozen import FrozenFiles
@@ -60,8 +61,12 @@ class Checkpoints:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.meeting = Rendezvous(engine.rank, engine.world_size)
-        self.snapshot: dict[tuple[str, str], Tensor] = {}
-        """Pinned copies by (unit, state); there from the first asynchronous save on."""
+        self.snapshot: Tensor | None = None
+        """1D fp32 in host memory: the slices that this rank writes. See planner/saving.py."""
+        self.copies: dict[tuple[str, str], Tensor] = {}
+        """Its parts, by unit and state."""
+        if engine.choice.saving == "background":
+            self._make_room()
         self.frozen = FrozenFiles(engine)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -76,20 +81,27 @@ class Checkpoints:
         *,
         overwrite: bool,
         keep: int | None,
-        background: bool,
+        background: bool | None,
     ) -> Path:
         """Write a checkpoint, or start to. Returns its folder."""
         self.between_steps("save")
         self.wait()
         if keep is not None and keep < 1:
             raise ZplanError(f"`keep={keep}` would delete the checkpoint that was just written", "keep at least 1")
+        if background is None:
+            background = self.snapshot is not None
+        if background and self.snapshot is None:
+            raise ZplanError(
+                "a save in the background needs room for a copy of the states, which this config has not planned",
+                'put `"saving": "background"` into the `zplan` block of the config and plan again',
+            )
         request = self._request(root, tag, client_state, overwrite=overwrite, keep=keep)
         partial, lock = self._begin(request)
         if not background:
             self._finish(request, partial, lock, self._sources(state_tensor), self.frozen.share(root))
         else:
             self._take_snapshot()
-            sources = self._sources(lambda u, s: self.snapshot[u.name, s])
+            sources = self._sources(lambda u, s: self.copies[u.name, s])
             frozen = self.frozen.share(root, copied=True)
             self.thread = threading.Thread(
                 target=self._behind, args=(request, partial, lock, sources, frozen), name="zplan save", daemon=False
@@ -208,20 +220,39 @@ class Checkpoints:
             (extent.range, extent.of(tensor_of(u, state)))
             for u in self.engine.trained
             for state in STATES
-            for extent in extents(u, state, everything=False)
+            for extent in extents(u, state, tensor_of(u, state), everything=False)
         ]
 
+    def _make_room(self) -> None:
+        """Take the snapshot's memory, once and for all saves."""
+        e = self.engine
+        self.snapshot = e.arena.take_host("save.snapshot", snapshot_numel([u.placement for u in e.units]), torch.float32)
+        at = 0
+        for u in e.trained:
+            for state in STATES:
+                self.copies[u.name, state] = self.snapshot[at : at + u.layout.shard_numel]
+                at += u.layout.shard_numel
+
+    @torch.no_grad()
     def _take_snapshot(self) -> None:
         """Copy the states to the host. When this returns training may go on."""
-        pin = self.engine.device.type == "cuda"
         for u in self.engine.trained:
             for state in STATES:
-                source = state_tensor(u, state).detach()
-                if (u.name, state) not in self.snapshot:
-                    self.snapshot[u.name, state] = torch.empty_like(source, device="cpu", pin_memory=pin)
-                self.snapshot[u.name, state].copy_(source, non_blocking=True)
-        if pin:
+                source, copy = state_tensor(u, state), self.copies[u.name, state]
+                if source.numel() == copy.numel():
+                    copy.copy_(source, non_blocking=True)
+                    continue
+                for piece in u.layout.pieces:
+                    u.shard_of(copy, piece).copy_(u.own(source, piece), non_blocking=True)
+        if self.engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Give the snapshot's memory back."""
+        if self.snapshot is not None:
+            self.copies.clear()
+            self.engine.arena.unlock()
+            self.snapshot = None
 
     def load(
         self, root: Path, tag: str | None, *, resume: Resume, weights_only: bool

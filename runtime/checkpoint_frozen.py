@@ -44,14 +44,14 @@ class FrozenFiles:
             return last
         self.written, self.sums = None, sums
         sources = [
-            (e.range, e.of(state_tensor(u, FROZEN))) for u in units for e in extents(u, FROZEN, everything=False)
+            (e.range, e.of(state_tensor(u, FROZEN))) for u in units for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)
         ]
         return [(r, t.detach().to("cpu", copy=True)) for r, t in sources] if copied else sources
 
     def adopt(self, folder: Path, index: RankIndex) -> None:
         """Values were loaded from this checkpoint: link its file too, where it holds what this rank would write."""
         units = [u for u in self.engine.units if u.placement.frozen]
-        mine = [e.range for u in units for e in extents(u, FROZEN, everything=False)]
+        mine = [e.range for u in units for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)]
         if index.frozen is not None and [s.range for s in index.frozen.ranges] == mine:
             self.remember(folder, index.frozen)
             self.sums = [bit_sum(state_tensor(u, FROZEN)) for u in units]

@@ -63,7 +63,7 @@ def load_unit(unit: FlatUnit, checkpoint: Checkpoint, engine: Engine, *, weights
     states = states_of(unit)
     for state in states[:1] if weights_only else states:
         tensor = state_tensor(unit, state)
-        for extent in extents(unit, state, everything=everything):
+        for extent in extents(unit, state, tensor, everything=everything):
             r = extent.range
             dtype = checkpoint.dtype(state, r.name)
             if DTYPES[dtype].is_floating_point != tensor.dtype.is_floating_point:

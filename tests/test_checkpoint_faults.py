@@ -65,16 +65,20 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_disk_that_fills_up_is_named_and_leaves_the_old_one(engine, tmp_path, monkeypatch, background):
+def test_a_disk_that_fills_up_is_named_and_leaves_the_old_one(tmp_path, monkeypatch, background):
+    config = w.config(0, saving="background" if background else "foreground")
+    engine, *_ = initialize(model=w.build(w.LLAMA), config=config, init=w.fill)
     engine.save_checkpoint(tmp_path, "good")
+    engine.wait_for_checkpoint()
     full_disk(monkeypatch)
     with pytest.raises(ZplanError, match=r"rank00000.safetensors` can't be written: No space left") as caught:
-        engine.save_checkpoint(tmp_path, "bad", background=background)
+        engine.save_checkpoint(tmp_path, "bad")
         engine.wait_for_checkpoint()
     assert "earlier checkpoints are untouched" in caught.value.hint
     only_old_one_is_left(tmp_path)
     monkeypatch.undo()
     engine.save_checkpoint(tmp_path, "next")
+    engine.close()
     assert cf.latest_tag(tmp_path) == "next" and not [p for p in tmp_path.iterdir() if p.name.startswith(cf.PARTIAL)]
 
 
@@ -176,6 +180,12 @@ def test_a_tag_that_exists(engine, tmp_path):
     engine.save_checkpoint(tmp_path, "good", client_state={"a": 2}, overwrite=True)
     only_old_one_is_left(tmp_path)
     assert engine.load_checkpoint(tmp_path)[1] == {"a": 2}
+
+
+def test_the_background_needs_a_plan_for_it(engine, tmp_path):
+    with pytest.raises(ZplanError, match="room for a copy of the states") as caught:
+        engine.save_checkpoint(tmp_path, background=True)
+    assert '"saving": "background"' in caught.value.hint and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tag", ["", ".x", "a/b", "latest", "..", "x" * 201])

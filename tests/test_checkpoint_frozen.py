@@ -19,13 +19,14 @@ from zplan.runtime.hf_export import export_checkpoint
 TRAINED = ("norm", "q.weight", "v.weight")
 
 
-def start(stage: int, precision: str = "fp32", *, blank: bool = False) -> Engine:
+def start(stage: int, precision: str = "fp32", *, blank: bool = False, saving: str = "foreground") -> Engine:
     """Only norms, queries and values are trained; with `blank` every value is 1 before a load."""
     model = w.build(w.LLAMA4)
     for name, p in model.named_parameters():
         p.requires_grad_(any(t in name for t in TRAINED))
     init = (lambda name, tensor: tensor.fill_(1.0)) if blank else w.fill
-    engine, *_ = initialize(model=model, config=w.config(stage, precision=precision, piece=16384), init=init)
+    config = w.config(stage, precision=precision, piece=16384, saving=saving)
+    engine, *_ = initialize(model=model, config=config, init=init)
     return engine
 
 
@@ -40,10 +41,10 @@ def whole(engine: Engine) -> dict[str, Any]:
 
 
 def save_twice(rank: int, world_size: int, folder: str, precision: str, background: bool) -> dict[str, Any]:
-    engine = start(3, precision)
+    engine = start(3, precision, saving="background" if background else "foreground")
     for _ in range(2):
         step(engine)
-        engine.save_checkpoint(folder, background=background)
+        engine.save_checkpoint(folder)
     found = whole(engine)
     engine.close()
     return found
