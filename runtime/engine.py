@@ -308,7 +308,7 @@ class Engine(nn.Module):
         *,
         overwrite: bool = False,
         keep: int | None = None,
-        background: bool = False,
+        background: bool | None = None,
     ) -> Path:
         """Write a checkpoint between two steps. Every rank must call it.
 
@@ -323,8 +323,9 @@ class Engine(nn.Module):
         keep
             Delete all but the newest so many, after this one is safe.
         background
-            Return when the states are copied to the host, and write behind training. Costs 12 bytes of host memory per
-            element that this rank keeps. Errors are raised by the next save, by `wait_for_checkpoint` or by `close`.
+            Return when the states are copied to host memory, and write behind training; by default what the config's
+            `saving` says, which must have made room for it. Errors are raised by the next save, by
+            `wait_for_checkpoint` or by `close`.
 
         Returns
         -------
@@ -398,6 +399,7 @@ class Engine(nn.Module):
             if self in _ENGINES:
                 _ENGINES.remove(self)
             self.closed = True
+            self.checkpoints.close()
             self.mesh.close()
 
     def _alive(self) -> None:
@@ -419,6 +421,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
+        saving=training.saving,
     )
 
 
