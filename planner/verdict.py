@@ -106,6 +106,7 @@ _DEFAULTS: dict[str, str] = {
     "ring_slots": "one block computes while the next is gathered",
     "piece_numel": "128 MiB in fp32: long enough for full bandwidth",
     "device": "a GPU unless --device cpu",
+    "saving": "training waits for a checkpoint, and no copy of the states lies in host memory",
 }
 """Choices with a plain default, and why that default."""
 

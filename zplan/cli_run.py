@@ -128,7 +128,9 @@ def _saving(options: dict[str, Any]) -> Any:
     if options["save_dir"] is None:
         for name in ("save_every", "keep", "resume"):
             if options[name] is not None:
-                raise ZplanError(f"`--{name.replace('_', '-')}` needs a folder of checkpoints", "give --save-dir FOLDER")
+                raise ZplanError(
+                    f"`--{name.replace('_', '-')}` needs a folder of checkpoints", "give --save-dir FOLDER"
+                )
         return None
     return Saving(options["save_dir"], options["save_every"], options["keep"], options["resume"])
 
