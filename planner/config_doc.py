@@ -15,6 +15,7 @@ _FIELD = {
     "train_micro_batch_size_per_gpu": "sequences per rank and micro-step",
     "gradient_accumulation_steps": "micro-steps per step",
     "bf16": "`enabled`: bf16 compute with fp32 master weights; without it fp32",
+    "fp16": "fp16 compute with fp32 master weights and DeepSpeed's loss scale, dynamic or static",
     "zero_optimization": "see below",
     "gradient_clipping": "global L2 norm; 0 is off",
     "optimizer": "AdamW, under the names `Adam` and `AdamW`; see below",

@@ -14,6 +14,7 @@ from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
 from zplan.planner.config import Attention, Checkpointing, Choice, Precision
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
 from zplan.planner.reading import (
     check_keys,
     refuse_type,
@@ -54,6 +55,8 @@ class TrainingConfig:
     """Decoupled: AdamW."""
     clip: float = 1.0
     """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
+    loss_scale: LossScale = LossScale()
+    """Of fp16 training."""
     schedule: Schedule | None = None
     """Of the learning rate, in applied optimizer steps; None keeps it constant."""
     steps_per_print: int = 10
@@ -108,7 +111,8 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
         found["clip"] = want_number("gradient_clipping", where, mapping["gradient_clipping"])
     if mapping.get("steps_per_print") is not None:
         found["steps_per_print"] = want_int("steps_per_print", where, mapping["steps_per_print"])
-    for key, read in (("bf16", _bf16), ("zero_optimization", _zero), ("optimizer", _optimizer), ("zplan", _extras)):
+    blocks = {"bf16": _bf16, "fp16": _fp16, "zero_optimization": _zero, "optimizer": _optimizer, "zplan": _extras}
+    for key, read in blocks.items():
         if mapping.get(key) is not None:
             notes += read(want_object(key, where, mapping[key]), f"`{key}` of {where}", found)
     if mapping.get("scheduler") is not None:
@@ -121,10 +125,8 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
 def _settle_precision(mapping: Mapping[str, Any], found: dict[str, Any], *, auto: bool) -> None:
     """What the two precision blocks say together."""
     if auto:
-        if found.get("precision") != "bf16":
+        if found.get("precision") == "fp32":
             found.pop("precision", None)  # The trainer decides between fp16, bf16 and fp32; here the planner.
-    elif "precision" not in found and isinstance(mapping.get("fp16"), Mapping):
-        found["precision"] = "fp32"  # A config that turns fp16 off and names nothing else asks for fp32.
 
 
 def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "config") -> TrainingConfig:
@@ -155,7 +157,7 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
 def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
     """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
     own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
-    free = ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "steps_per_print")
+    free = ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "loss_scale", "steps_per_print")
     return TrainingConfig(**{n: getattr(choice, n) for n in own}, **{n: settings[n] for n in free if n in settings})
 
 
@@ -184,13 +186,13 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         KEYS.micro: batch.micro,
         KEYS.accumulation: batch.accumulation,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
-        "fp16": {"enabled": False},
+        "fp16": explicit_loss_scale(config.loss_scale) if config.precision == "fp16" else {"enabled": False},
         "optimizer": {"type": "AdamW", "params": params},
         **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
         "communication_data_type": "fp32",
-        # DeepSpeed refuses fp32 accumulation with bf16 at stage 0; null leaves it to the model's dtype there.
-        "data_types": {"grad_accum_dtype": None if bf16 and config.stage == 0 else "fp32"},
+        # DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there.
+        "data_types": {"grad_accum_dtype": None if config.precision != "fp32" and config.stage == 0 else "fp32"},
         "prescale_gradients": False,
         "zero_allow_untested_optimizer": False,
         "zero_optimization": {
@@ -245,6 +247,18 @@ def _bf16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
             f"`check_grad_overflow` of {where} changes nothing: a step whose gradient norm is not finite is skipped",
         )
     return notes
+
+
+def _fp16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """Read after `_bf16`. A config that turns fp16 off and names nothing else asks for fp32."""
+    scale = read_loss_scale(block, where)
+    if not want_bool("enabled", where, block.get("enabled", False)):
+        found.setdefault("precision", "fp32")
+        return ()
+    if found.get("precision") == "bf16":
+        raise ZplanError(f"both `bf16` and {where} are on", "turn one off")
+    found["precision"], found["loss_scale"] = "fp16", scale
+    return ()
 
 
 def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:

@@ -71,6 +71,7 @@ TOP_HONOURED = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "bf16",
+    "fp16",
     "zero_optimization",
     "gradient_clipping",
     "optimizer",
@@ -80,7 +81,6 @@ TOP_HONOURED = (
 )
 
 TOP_NEUTRAL: dict[str, Neutral] = {
-    "fp16": disabled,
     "amp": disabled,
     "torch_autocast": disabled,
     "communication_data_type": one_of(None, "fp32"),
@@ -210,7 +210,6 @@ OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "mus
 """Lower case; known to the field and not built yet."""
 
 INSTEAD: dict[str, str] = {
-    "fp16": 'use "bf16": {"enabled": true}',
     "activation_checkpointing": "drop the block and use `--checkpointing full`",
     "offload_optimizer": 'use {"device": "none"}',
     "offload_param": 'use {"device": "none"}',

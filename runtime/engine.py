@@ -168,7 +168,13 @@ class Engine(nn.Module):
             self.hooks.empty_backward()
             return loss
         self.hooks.look_for_uses(loss)
-        (loss if num_tokens is None else loss * num_tokens).backward()
+        total = loss if num_tokens is None else loss * num_tokens
+        if self.optimizer.scaler is None:
+            total.backward()
+        else:
+            # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32, since
+            # fp16 ends at 65,504.
+            total.float().backward(self.optimizer.scaler.scale.clone())
         return loss
 
     @contextmanager
@@ -192,6 +198,8 @@ class Engine(nn.Module):
         if not self.is_gradient_accumulation_boundary():
             return
         self.hooks.phase("step")
+        if self.optimizer.scaler is not None:
+            self.optimizer.scaler.check(self.global_steps)
         if self.scheduler is not None:
             self.scheduler.before_step()
         self.optimizer.measure(self.collectives)
@@ -204,6 +212,8 @@ class Engine(nn.Module):
                 self.gatherer.prefetch(unit)
         if self.scheduler is not None:
             self.scheduler.count()
+        if self.optimizer.scaler is not None:
+            self.optimizer.scaler.update(self.optimizer.scalars.skip)
         self.optimizer.finish()
         self.reducer.drop()
         self.global_steps += 1

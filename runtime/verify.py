@@ -99,6 +99,8 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
     yield "optim.scalars", engine.optimizer.scalars.buffer
+    if engine.optimizer.scaler is not None:
+        yield "optim.loss_scale", engine.optimizer.scaler.buffer
     if engine.optimizer.table is not None:
         yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms
