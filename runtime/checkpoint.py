@@ -27,9 +27,9 @@ from torch import Tensor
 
 from zplan import __version__
 from zplan.planner.errors import ZplanError
-from zplan.planner.placement import shards_states
 from zplan.runtime import checkpoint_folder as folder
-from zplan.runtime.checkpoint_format import STATES, Damaged, FileRecord, Manifest
+from zplan.runtime.checkpoint_format import STATES, Damaged, DataFile, FileRecord, Manifest
+from zplan.runtime.checkpoint_frozen import FrozenFiles
 from zplan.runtime.checkpoint_load import check_model, load_unit, parameters_of
 from zplan.runtime.checkpoint_ranges import extents, state_tensor
 from zplan.runtime.checkpoint_read import Checkpoint
@@ -41,7 +41,7 @@ from zplan.runtime.checkpoint_state import (
     random_state,
     restore_random,
 )
-from zplan.runtime.checkpoint_write import Source, check_shared, write_rank
+from zplan.runtime.checkpoint_write import Source, Written, check_shared, write_rank
 from zplan.runtime.rendezvous import Rendezvous
 from zplan.runtime.unit import FlatUnit
 
@@ -70,6 +70,7 @@ class Checkpoints:
         self.meeting = Rendezvous(engine.rank, engine.world_size)
         self.snapshot: dict[tuple[str, str], Tensor] = {}
         """Pinned copies by (unit, state); there from the first asynchronous save on."""
+        self.frozen = FrozenFiles(engine)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
 
@@ -93,12 +94,13 @@ class Checkpoints:
         request = self._request(root, tag, client_state, overwrite=overwrite, keep=keep)
         partial, lock = self._begin(request)
         if not background:
-            self._finish(request, partial, lock, self._sources(lambda u, s: state_tensor(u, s)))
+            self._finish(request, partial, lock, self._sources(state_tensor), self.frozen.share(root))
         else:
             self._take_snapshot()
             sources = self._sources(lambda u, s: self.snapshot[u.name, s])
+            frozen = self.frozen.share(root, copied=True)
             self.thread = threading.Thread(
-                target=self._behind, args=(request, partial, lock, sources), name="zplan save", daemon=False
+                target=self._behind, args=(request, partial, lock, sources, frozen), name="zplan save", daemon=False
             )
             self.thread.start()
         return root / request.manifest.tag
@@ -159,16 +161,29 @@ class Checkpoints:
         return Path(said[0]), lock
 
     def _finish(
-        self, request: SaveRequest, partial: Path, lock: folder.WriteLock | None, sources: list[Source]
+        self,
+        request: SaveRequest,
+        partial: Path,
+        lock: folder.WriteLock | None,
+        sources: list[Source],
+        frozen: list[Source] | Written | None,
     ) -> None:
         """Steps 2 to 4 of [Note: save]."""
         try:
-            needed = self.all_say(lambda: str(sum(r.nbytes for r, _ in sources)))
+            new = [*sources, *(frozen if isinstance(frozen, list) else [])]
+            needed = self.all_say(lambda: str(sum(r.nbytes for r, _ in new)))
             self.all_say(lambda: check_shared(partial, sum(map(int, needed))) or "")
-            rank = self.engine.rank
-            records = self.all_say(lambda: json.dumps(asdict(write_rank(partial, rank, sources, request.random))))
+            written: list[DataFile | None] = []
+
+            def write() -> str:
+                record, file = write_rank(partial, self.engine.rank, sources, frozen, request.random)
+                written.append(file)
+                return json.dumps(asdict(record))
+
+            records = self.all_say(write)
             files = tuple(FileRecord(**json.loads(r)) for r in records)
             self.all_say(lambda: self._commit(request, partial, files))
+            self.frozen.remember(request.root / request.manifest.tag, written[0])
         except BaseException:
             if lock is not None:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -199,7 +214,7 @@ class Checkpoints:
         """What this rank writes, a state of a unit after the other."""
         return [
             (extent.range, extent.of(tensor_of(u, state)))
-            for u in self.engine.units
+            for u in self.engine.trained
             for state in STATES
             for extent in extents(u, state, everything=False)
         ]
@@ -207,7 +222,7 @@ class Checkpoints:
     def _take_snapshot(self) -> None:
         """Copy the states to the host. When this returns training may go on."""
         pin = self.engine.device.type == "cuda"
-        for u in self.engine.units:
+        for u in self.engine.trained:
             for state in STATES:
                 source = state_tensor(u, state).detach()
                 if (u.name, state) not in self.snapshot:
@@ -279,7 +294,7 @@ class Checkpoints:
 
         def fill() -> str:
             for u in e.units:
-                load_unit(u, opened[0], everything=not shards_states(e.choice), weights_only=weights_only)
+                load_unit(u, opened[0], e, weights_only=weights_only)
             return ""
 
         try:
@@ -295,7 +310,7 @@ class Checkpoints:
                 ) from None
             raise
         manifest = opened[0].manifest
-        e.gatherer.invalidate(e.units)
+        e.gatherer.invalidate([u for u in e.units if u.placement.closes])
         if not weights_only:
             self._restore(opened[0])
         return manifest

@@ -5,7 +5,10 @@
     latest                      the newest committed tag, and its crc32
     TAG/manifest.json           what was trained, every parameter with its shape, every file with its size
     TAG/rank00000.safetensors   ranges of one dimension in fp32, little-endian, padding left out
+    TAG/rank00000.frozen.safetensors   the same of frozen parameters, in the dtype that they are kept in
     TAG/rank00000.json          every range with its place and the crc32 of its bytes; random states
+
+Frozen values do not change, so a save links the file that the save before wrote: they lie on the disk once.
 
 A *range* is a stretch of one state of one parameter in flattened logical elements: `weight|blocks.0.q.weight|0:4096`. It
 says nothing of ranks, slices or pieces, so any world size, stage or precision reads what any other wrote. A range is at
@@ -18,18 +21,23 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 from zplan.planner.errors import ZplanError
 
 SCHEMA_VERSION = 1
 STATES = ("weight", "exp_avg", "exp_avg_sq")
-"""`weight` is the fp32 master value, whatever the dtype of compute."""
+"""Of a trained parameter. `weight` is the fp32 master value, whatever the dtype of compute."""
+FROZEN = "frozen"
+"""The one state of a frozen parameter."""
 
 RANGE_NUMEL = 4 * 2**20
 """Elements; 16 MiB. Longest stretch under one crc32, and the memory that a read takes beside its target."""
 
-ITEMSIZE = 4
+SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""Bytes of one element, by the names that safetensors has for dtypes."""
+
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", ".lock"
 
 
@@ -45,6 +53,7 @@ class Range:
     name: str
     start: int
     end: int
+    dtype: str = "F32"
 
     @property
     def key(self) -> str:
@@ -52,7 +61,7 @@ class Range:
 
     @property
     def nbytes(self) -> int:
-        return (self.end - self.start) * ITEMSIZE
+        return (self.end - self.start) * SIZES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -65,24 +74,44 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class RankIndex:
-    """What one rank wrote."""
+class DataFile:
+    """A safetensors file of ranges."""
 
-    rank: int
-    data: str
-    data_bytes: int
+    name: str
+    nbytes: int
     header_bytes: int
     header_crc32: int
     ranges: tuple[Stored, ...]
+
+    def to_mapping(self) -> dict[str, Any]:
+        rows = [[r.state, r.name, r.start, r.end, r.dtype, s.offset, s.crc32] for s in self.ranges for r in (s.range,)]
+        return {**vars(self), "ranges": rows}
+
+    @staticmethod
+    def from_mapping(raw: Mapping[str, Any]) -> DataFile:
+        ranges = tuple(Stored(Range(*row[:5]), *row[5:]) for row in raw["ranges"])
+        return DataFile(**{**raw, "ranges": ranges})
+
+
+@dataclass(frozen=True)
+class RankIndex:
+    """What one rank wrote: its share of the states, its share of the frozen parameters if there are any, its random states."""
+
+    rank: int
+    data: DataFile
+    frozen: DataFile | None
     random: Mapping[str, Any]
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return (self.data,) if self.frozen is None else (self.data, self.frozen)
 
     def to_json(self) -> bytes:
         raw = {
             "schema_version": SCHEMA_VERSION,
-            **{k: getattr(self, k) for k in ("rank", "data", "data_bytes", "header_bytes", "header_crc32")},
-            "ranges": [
-                [s.range.state, s.range.name, s.range.start, s.range.end, s.offset, s.crc32] for s in self.ranges
-            ],
+            "rank": self.rank,
+            "data": self.data.to_mapping(),
+            "frozen": self.frozen and self.frozen.to_mapping(),
             "random": self.random,
         }
         return json.dumps(raw, separators=(",", ":")).encode()
@@ -90,21 +119,41 @@ class RankIndex:
     @staticmethod
     def from_json(text: bytes) -> RankIndex:
         raw = json.loads(text)
-        ranges = tuple(Stored(Range(state, name, a, b), at, crc) for state, name, a, b, at, crc in raw["ranges"])
-        keys = ("rank", "data", "data_bytes", "header_bytes", "header_crc32", "random")
-        return RankIndex(ranges=ranges, **{k: raw[k] for k in keys})
+        frozen = raw["frozen"] and DataFile.from_mapping(raw["frozen"])
+        return RankIndex(raw["rank"], DataFile.from_mapping(raw["data"]), frozen, raw["random"])
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The manifest's word on one rank's two files."""
+    """The manifest's word on what one rank wrote; `nbytes` of its data files together."""
 
     rank: int
     index: str
     index_bytes: int
     index_crc32: int
-    data: str
-    data_bytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One unique parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    frozen: bool = False
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return (FROZEN,) if self.frozen else STATES
+
+    @property
+    def value(self) -> str:
+        """The state that is the parameter itself."""
+        return self.states[0]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -122,7 +171,7 @@ class Manifest:
     model
         `kind` and, where known, what a `config.json` can be made from.
     parameters
-        (name, shape) of every unique parameter, in the order of the model.
+        In the order of the model.
     aliases
         Further names of tied parameters, each with the name it stands for.
     """
@@ -135,7 +184,7 @@ class Manifest:
     lr: float
     training: Mapping[str, Any]
     model: Mapping[str, Any]
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    parameters: tuple[Parameter, ...]
     aliases: Mapping[str, str]
     files: tuple[FileRecord, ...]
     client_state: Mapping[str, Any]
@@ -147,7 +196,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of the data files."""
-        return sum(f.data_bytes for f in self.files)
+        return sum(f.nbytes for f in self.files)
 
     def to_json(self) -> bytes:
         raw = json.loads(json.dumps(asdict(self)))  # once through JSON, so that the crc32 is of what a reader will see
@@ -175,7 +224,7 @@ class Manifest:
                 f"and this zplan reads version {SCHEMA_VERSION}",
                 "upgrade zplan on this machine",
             )
-        parameters = tuple((name, tuple(shape)) for name, shape in raw.pop("parameters"))
+        parameters = tuple(Parameter(p["name"], tuple(p["shape"]), p["frozen"]) for p in raw.pop("parameters"))
         files = tuple(FileRecord(**f) for f in raw.pop("files"))
         return Manifest(parameters=parameters, files=files, **raw)
 
@@ -199,15 +248,15 @@ def crc_of(raw: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())
 
 
-def rank_files(rank: int) -> tuple[str, str]:
-    """(data, index) names of one rank.
+def rank_files(rank: int) -> tuple[str, str, str]:
+    """(data, frozen, index) names of one rank.
 
     Examples
     --------
     >>> rank_files(3)
-    ('rank00003.safetensors', 'rank00003.json')
+    ('rank00003.safetensors', 'rank00003.frozen.safetensors', 'rank00003.json')
     """
-    return f"rank{rank:05d}.safetensors", f"rank{rank:05d}.json"
+    return f"rank{rank:05d}.safetensors", f"rank{rank:05d}.frozen.safetensors", f"rank{rank:05d}.json"
 
 
 def latest_text(tag: str) -> bytes:
@@ -226,11 +275,11 @@ def read_latest(text: bytes, path: str) -> str:
 
 
 def safetensors_header(ranges: list[Range], *, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Header of a safetensors file whose tensors are these ranges, fp32, one after the other.
+    """Header of a safetensors file whose tensors are these ranges, one after the other.
 
     The format is a little-endian length in 8 bytes, then that many bytes of JSON: dtype, shape and byte offsets by name.
     """
-    return header_of([(r.key, "F32", (r.end - r.start,), r.nbytes) for r in ranges], metadata or {"format": "zplan"})
+    return header_of([(r.key, r.dtype, (r.end - r.start,), r.nbytes) for r in ranges], metadata or {"format": "zplan"})
 
 
 def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from zplan.runtime.checkpoint_format import RANGE_NUMEL, Range
+from zplan.runtime.checkpoint_format import FROZEN, RANGE_NUMEL, STATES, Range
 from zplan.runtime.unit import FlatUnit
 
 
@@ -23,9 +24,31 @@ class Extent:
         return tensor[self.at : self.at + self.range.end - self.range.start]
 
 
+NAMES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""dtypes by their names in safetensors."""
+
+
+def states_of(unit: FlatUnit) -> tuple[str, ...]:
+    """What is saved of a unit's parameters."""
+    return (FROZEN,) if unit.placement.frozen else STATES
+
+
 def state_tensor(unit: FlatUnit, state: str) -> Tensor:
-    """The fp32 tensor that keeps a state. See [Note: masters] in planner/placement.py."""
-    if state == "weight":
+    """The tensor that keeps a state. See [Note: masters] and [Note: frozen] in planner/placement.py."""
+    if state == FROZEN:
+        tensor = unit.flat if unit.shard is None else unit.shard
+    elif state == "weight":
         tensor = unit.flat if unit.master is None else unit.master
     else:
         tensor = unit.exp_avg if state == "exp_avg" else unit.exp_avg_sq
@@ -42,8 +65,8 @@ def extents(unit: FlatUnit, state: str, *, everything: bool) -> Iterator[Extent]
         The whole unit, which a rank must hold; otherwise the rank's slices, which is all where states are sharded, and
         this rank's share of the work where they are replicated.
     """
-    layout = unit.layout
-    whole = state_tensor(unit, state).numel() == layout.padded_numel
+    layout, tensor = unit.layout, state_tensor(unit, state)
+    whole, dtype = tensor.numel() == layout.padded_numel, NAMES[tensor.dtype]
     if everything:
         assert whole, f"this rank holds a slice of unit {unit.name}"
         stretches = [(0, layout.padded_numel, 0)]
@@ -57,4 +80,5 @@ def extents(unit: FlatUnit, state: str, *, everything: bool) -> Iterator[Extent]
             lo, hi = max(start, entry.offset), min(end, entry.end)
             for cut in range(lo, hi, RANGE_NUMEL):
                 stop = min(cut + RANGE_NUMEL, hi)
-                yield Extent(Range(state, entry.name, cut - entry.offset, stop - entry.offset), at + cut - start)
+                range_ = Range(state, entry.name, cut - entry.offset, stop - entry.offset, dtype)
+                yield Extent(range_, at + cut - start)

@@ -11,36 +11,41 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zplan.runtime.checkpoint_folder import read_manifest
-from zplan.runtime.checkpoint_format import (
-    ITEMSIZE,
-    OTHER,
-    STATES,
-    Damaged,
-    FileRecord,
-    Manifest,
-    RankIndex,
-    Stored,
-)
+from zplan.runtime.checkpoint_format import OTHER, Damaged, FileRecord, Manifest, RankIndex, Stored
 
-Values = NDArray[np.float32]
+Values = NDArray[Any]
+"""Elements as stored; bf16 as the 16-bit integers of its bits, which NumPy has no name for."""
+
+NUMPY = {
+    "F64": "<f8",
+    "I64": "<i8",
+    "F32": "<f4",
+    "I32": "<i4",
+    "BF16": "<i2",
+    "F16": "<f2",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+}
 NAMED = 4
 """Missing stretches that an error spells out."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A stored range and the rank whose file holds it."""
+    """A stored range and the file that holds it."""
 
     stored: Stored
-    rank: int
+    file: str
 
 
 class Checkpoint:
@@ -58,7 +63,7 @@ class Checkpoint:
         self.manifest: Manifest = read_manifest(folder)
         self.indices = [self._index(record) for record in self.manifest.files]
         self.places = self._places()
-        self.files: dict[int, int] = {}
+        self.files: dict[str, int] = {}
         self._buffer = bytearray()
         self._buffered: Place | None = None
         self._check_coverage()
@@ -79,26 +84,29 @@ class Checkpoint:
         path = self.folder / record.index
         try:
             text = path.read_bytes()
-            size = (self.folder / record.data).stat().st_size
+            if len(text) != record.index_bytes or zlib.crc32(text) != record.index_crc32:
+                raise Damaged(f"`{path}` is damaged: its crc32 is not the manifest's", OTHER)
+            index = RankIndex.from_json(text)
+            sizes = [(f, (self.folder / f.name).stat().st_size) for f in index.files]
         except FileNotFoundError as error:
             raise Damaged(
                 f"`{error.filename}` is missing: rank {record.rank}'s part of the checkpoint", OTHER
             ) from None
         except OSError as error:
             raise Damaged(f"`{error.filename}` can't be read: {error.strerror}", OTHER) from None
-        if len(text) != record.index_bytes or zlib.crc32(text) != record.index_crc32:
-            raise Damaged(f"`{path}` is damaged: its crc32 is not the manifest's", OTHER)
-        if size != record.data_bytes:
-            raise Damaged(
-                f"`{self.folder / record.data}` has {size:,} bytes and the manifest says {record.data_bytes:,}", OTHER
-            )
-        return RankIndex.from_json(text)
+        for file, size in sizes:
+            if size != file.nbytes:
+                raise Damaged(
+                    f"`{self.folder / file.name}` has {size:,} bytes and its index says {file.nbytes:,}", OTHER
+                )
+        return index
 
     def _places(self) -> dict[tuple[str, str], list[Place]]:
         found: dict[tuple[str, str], list[Place]] = {}
         for index in self.indices:
-            for stored in index.ranges:
-                found.setdefault((stored.range.state, stored.range.name), []).append(Place(stored, index.rank))
+            for file in index.files:
+                for stored in file.ranges:
+                    found.setdefault((stored.range.state, stored.range.name), []).append(Place(stored, file.name))
         for places in found.values():
             places.sort(key=lambda p: p.stored.range.start)
         return found
@@ -106,19 +114,19 @@ class Checkpoint:
     def _check_coverage(self) -> None:
         """Every element of every state of every parameter, once."""
         wrong = []
-        for name, shape in self.manifest.parameters:
-            for state in STATES:
-                at = 0
+        for p in self.manifest.parameters:
+            for state in p.states:
+                name, at = p.name, 0
                 for place in self.places.get((state, name), ()):
                     r = place.stored.range
                     if r.start != at:
                         what = "twice" if r.start < at else "missing"
                         wrong.append(f"`{state}|{name}|{min(at, r.start)}:{max(at, r.start)}` {what}")
                     at = max(at, r.end)
-                if at != prod(shape):
-                    wrong.append(f"`{state}|{name}|{at}:{prod(shape)}` missing")
-        known = {name for name, _ in self.manifest.parameters}
-        wrong += [f"`{state}|{name}` of no parameter" for state, name in self.places if name not in known]
+                if at != p.numel:
+                    wrong.append(f"`{state}|{name}|{at}:{p.numel}` missing")
+        known = {(state, p.name) for p in self.manifest.parameters for state in p.states}
+        wrong += [f"`{state}|{name}` of no parameter" for state, name in self.places if (state, name) not in known]
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise Damaged(f"`{self.folder}` does not cover its parameters: {', '.join(wrong[:NAMED])}{more}", OTHER)
@@ -127,9 +135,9 @@ class Checkpoint:
 
     def read(self, state: str, name: str, start: int, end: int) -> Iterator[tuple[int, Values]]:
         """Elements `[start, end)` in parts: (first element, values). A part is valid until the next is asked for."""
-        places = self.places[state, name]
+        places = self.places.get((state, name), [])
         first = bisect_right(places, start, key=lambda p: p.stored.range.start) - 1
-        for place in places[first:]:
+        for place in places[max(0, first) :]:
             r = place.stored.range
             if r.start >= end:
                 return
@@ -138,9 +146,14 @@ class Checkpoint:
             if lo < hi:
                 yield lo, values[lo - r.start : hi - r.start]
 
+    def dtype(self, state: str, name: str) -> str:
+        """How a state of a parameter is stored, as safetensors calls it."""
+        places = self.places.get((state, name), [])
+        return places[0].stored.range.dtype if places else "F32"
+
     def whole(self, state: str, name: str, numel: int) -> Values:
         """All elements of one state of one parameter, 1D."""
-        out = np.empty(numel, dtype=np.float32)
+        out = np.empty(numel, dtype=NUMPY[self.dtype(state, name)])
         for at, values in self.read(state, name, 0, numel):
             out[at : at + values.size] = values
         return out
@@ -153,24 +166,21 @@ class Checkpoint:
             if len(self._buffer) < r.nbytes:
                 self._buffer = bytearray(r.nbytes)
             view = memoryview(self._buffer)[: r.nbytes]
-            self._read_into(place.rank, view, place.stored.offset)
+            self._read_into(place.file, view, place.stored.offset)
             if zlib.crc32(view) != place.stored.crc32:
                 raise Damaged(
-                    f"`{self._path(place.rank)}` is damaged: the crc32 of `{r.key}` is not its index's", OTHER
+                    f"`{self.folder / place.file}` is damaged: the crc32 of `{r.key}` is not its index's", OTHER
                 )
             self._buffered = place
-        return np.frombuffer(self._buffer, dtype="<f4", count=r.nbytes // ITEMSIZE)
+        return np.frombuffer(self._buffer, dtype=NUMPY[r.dtype], count=r.end - r.start)
 
-    def _path(self, rank: int) -> Path:
-        return self.folder / next(i.data for i in self.indices if i.rank == rank)
-
-    def _read_into(self, rank: int, view: memoryview, offset: int) -> None:
-        path = self._path(rank)
+    def _read_into(self, file: str, view: memoryview, offset: int) -> None:
+        path = self.folder / file
         try:
-            if rank not in self.files:
-                self.files[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if file not in self.files:
+                self.files[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             while view:
-                count = os.preadv(self.files[rank], [view], offset)
+                count = os.preadv(self.files[file], [view], offset)
                 if not count:
                     raise Damaged(f"`{path}` ends at byte {offset:,}", OTHER)
                 view, offset = view[count:], offset + count
@@ -179,19 +189,18 @@ class Checkpoint:
 
     def verify(self) -> Iterator[Damaged]:
         """Read every byte of every file; yields what is wrong."""
-        for index in self.indices:
-            header = bytearray(index.header_bytes)
+        for file in (f for index in self.indices for f in index.files):
+            header = bytearray(file.header_bytes)
             try:
-                self._read_into(index.rank, memoryview(header), 0)
+                self._read_into(file.name, memoryview(header), 0)
             except Damaged as error:
                 yield error
                 continue
-            if zlib.crc32(header) != index.header_crc32:
-                yield Damaged(
-                    f"`{self._path(index.rank)}` is damaged: the crc32 of its header is not its index's", OTHER
-                )
-            for stored in index.ranges:
+            if zlib.crc32(header) != file.header_crc32:
+                path = self.folder / file.name
+                yield Damaged(f"`{path}` is damaged: the crc32 of its header is not its index's", OTHER)
+            for stored in file.ranges:
                 try:
-                    self._values(Place(stored, index.rank))
+                    self._values(Place(stored, file.name))
                 except Damaged as error:
                     yield error

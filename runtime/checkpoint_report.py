@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from zplan.planner.errors import ZplanError
 from zplan.planner.report import table
 from zplan.runtime import checkpoint_folder as folder
-from zplan.runtime.checkpoint_format import MANIFEST, STATES, Manifest
+from zplan.runtime.checkpoint_format import MANIFEST, Manifest, Parameter
 from zplan.runtime.checkpoint_read import Checkpoint
 
 
@@ -111,29 +110,43 @@ def differences(a: Checkpoint, b: Checkpoint) -> list[Difference]:
     ZplanError
         When they are of different models.
     """
-    if dict(a.manifest.parameters) != dict(b.manifest.parameters):
-        here, there = dict(a.manifest.parameters), dict(b.manifest.parameters)
+    ours, theirs = a.manifest.parameters, b.manifest.parameters
+    if set(ours) != set(theirs):
+        here, there = ({p.name: f"{p.shape}{' frozen' * p.frozen}" for p in side} for side in (ours, theirs))
         odd = next(n for n in [*here, *there] if here.get(n) != there.get(n))
         raise ZplanError(
-            f"the checkpoints are of different models: `{odd}` is {here.get(odd)} in one and {there.get(odd)} in the other"
+            f"the checkpoints are of different models: `{odd}` is {here.get(odd, 'missing')} in the first and "
+            f"{there.get(odd, 'missing')} in the second"
         )
     out = []
-    for name, shape in a.manifest.parameters:
-        for state in STATES:
-            count, largest = 0, 0.0
-            for at, values in a.read(state, name, 0, prod(shape)):
-                other = np.empty_like(values)
-                for start, part in b.read(state, name, at, at + values.size):
-                    other[start - at : start - at + part.size] = part
-                differ = values.view(np.uint32) != other.view(np.uint32)
-                if differ.any():
-                    count += int(differ.sum())
-                    with np.errstate(invalid="ignore"):
-                        apart = np.abs(values[differ].astype(np.float64) - other[differ]).max()
-                    largest = max(largest, float(apart))
+    for p in ours:
+        for state in p.states:
+            count, largest = _compare(a, b, state, p)
             if count:
-                out.append(Difference(state, name, count, largest))
+                out.append(Difference(state, p.name, count, largest))
     return out
+
+
+def _compare(a: Checkpoint, b: Checkpoint, state: str, p: Parameter) -> tuple[int, float]:
+    """Elements that differ in their bits, and the largest difference of numbers (NaN where they are not numbers)."""
+    if a.dtype(state, p.name) != b.dtype(state, p.name):
+        return p.numel, float("nan")
+    count, largest = 0, 0.0
+    for at, values in a.read(state, p.name, 0, p.numel):
+        other = np.empty_like(values)
+        for start, part in b.read(state, p.name, at, at + values.size):
+            other[start - at : start - at + part.size] = part
+        bits = [x.view(np.uint8).reshape(x.size, -1) for x in (values, other)]
+        differ = (bits[0] != bits[1]).any(axis=1)
+        if differ.any():
+            count += int(differ.sum())
+            if a.dtype(state, p.name) != "F32":
+                largest = float("nan")
+                continue
+            with np.errstate(invalid="ignore"):
+                apart = np.abs(values[differ].astype(np.float64) - other[differ]).max()
+            largest = max(largest, float(apart))
+    return count, largest
 
 
 def facts_that_differ(a: Manifest, b: Manifest) -> list[str]:

@@ -6,11 +6,14 @@ on a GPU, and nothing on the CPU.
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,10 @@ from torch import Tensor
 
 from zplan.planner.errors import ZplanError
 from zplan.runtime.checkpoint_folder import PROBE, sync_folder, unwritable, write_synced
-from zplan.runtime.checkpoint_format import FileRecord, RankIndex, Range, Stored, rank_files, safetensors_header
+from zplan.runtime.checkpoint_format import DataFile, FileRecord, Range, RankIndex, Stored, rank_files, safetensors_header
 
 Source = tuple[Range, Tensor]
-"""A range and its values: 1D fp32, contiguous, on any device."""
+"""A range and its values: 1D, contiguous, on any device."""
 
 AHEAD = 2
 """Ranges on their way to the disk at once."""
@@ -48,29 +51,74 @@ def check_shared(partial: Path, needed_bytes: int) -> None:
         )
 
 
-def write_rank(partial: Path, rank: int, sources: Sequence[Source], random: Mapping[str, Any]) -> FileRecord:
-    """Write and sync one rank's two files.
+def write_rank(
+    partial: Path,
+    rank: int,
+    sources: Sequence[Source],
+    frozen: Sequence[Source] | Written | None,
+    random: Mapping[str, Any],
+) -> tuple[FileRecord, DataFile | None]:
+    """Write and sync one rank's files. Returns what the manifest needs, and the file of frozen parameters.
+
+    Parameters
+    ----------
+    frozen
+        Its share of the frozen parameters, the file in which they lie already, or None where nothing is frozen.
 
     Raises
     ------
     ZplanError
         When the file system refuses, with the file named.
     """
-    data, index_name = rank_files(rank)
+    data, frozen_name, index_name = rank_files(rank)
     path = partial / data
     try:
-        header = safetensors_header([r for r, _ in sources])
-        stored = _write_data(path, header, sources)
-        index = RankIndex(
-            rank, data, len(header) + sum(r.nbytes for r, _ in sources), len(header), zlib.crc32(header), stored, random
-        ).to_json()
+        files = [write_data(path, sources)]
+        path = partial / frozen_name
+        if isinstance(frozen, Written):
+            files.append(link_or_copy(frozen, path))
+        elif frozen is not None:
+            files.append(write_data(path, frozen))
         path = partial / index_name
+        index = RankIndex(rank, files[0], files[1] if len(files) > 1 else None, random).to_json()
         write_synced(path, index)
         sync_folder(partial)
     except OSError as error:
         raise unwritable(path, error) from None
-    size = len(header) + sum(r.nbytes for r, _ in sources)
-    return FileRecord(rank, index_name, len(index), zlib.crc32(index), data, size)
+    nbytes = sum(f.nbytes for f in files)
+    return FileRecord(rank, index_name, len(index), zlib.crc32(index), nbytes), files[1] if len(files) > 1 else None
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of frozen parameters that an earlier save left, and what is in it."""
+
+    path: Path
+    file: DataFile
+
+
+def link_or_copy(written: Written, path: Path) -> DataFile:
+    """The same file under another name; copied where the file system has no links."""
+    try:
+        os.link(written.path, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+            raise
+        shutil.copyfile(written.path, path)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    return replace(written.file, name=path.name)
+
+
+def write_data(path: Path, sources: Sequence[Source]) -> DataFile:
+    """Write and sync one file of ranges."""
+    header = safetensors_header([r for r, _ in sources])
+    stored = _write_data(path, header, sources)
+    nbytes = len(header) + sum(r.nbytes for r, _ in sources)
+    return DataFile(path.name, nbytes, len(header), zlib.crc32(header), stored)
 
 
 def _write_data(path: Path, header: bytes, sources: Sequence[Source]) -> tuple[Stored, ...]:

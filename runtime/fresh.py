@@ -33,12 +33,21 @@ class Fresh:
                 self._find_rules(child, rule)
 
     def reset(self, f: Found) -> None:
-        """Make a unit's meta parameters real, in fp32, and fill them."""
+        """Make a unit's meta parameters real, in fp32, and fill them: leaves first, then rules of the modules around them."""
+        mine = {q for _, params in f.segments() for q in params}
+        touched: set[nn.Module] = set()
         with self._seeded(f.unit.name):
-            for module in f.module.modules():
+            for module in reversed(list(f.module.modules())):
                 own = list(module.parameters(recurse=False))
-                if any(q.is_meta for q in own):
+                if any(q.is_meta and q in mine for q in own):
                     self._fill(module, own)
+                    touched.add(module)
+                elif not own and touched.intersection(module.children()) and mine.issuperset(module.parameters()):
+                    touched.add(module)
+                    rule = self.rules.get(module)
+                    if rule is not None:
+                        with torch.no_grad():
+                            rule(module)
 
     def fill_buffers(self) -> None:
         """Fill what buffers are still on the meta device: those of modules without parameters of their own."""

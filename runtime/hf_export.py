@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from zplan.planner.errors import ZplanError
 from zplan.planner.models import Param
-from zplan.runtime.checkpoint_load import parameters_of
+from zplan.runtime.checkpoint_format import Parameter
+from zplan.runtime.checkpoint_load import as_tensor, parameters_of
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.checkpoint_state import architecture, describe_model
 from zplan.runtime.hf_names import hf_config, hf_name, is_transposed
@@ -23,10 +22,8 @@ from zplan.runtime.unit import FlatUnit
 if TYPE_CHECKING:
     from zplan.runtime.engine import Engine
 
-Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 
-
-def contents(model: Mapping[str, Any], parameters: Parameters) -> tuple[dict[str, Any], list[Row]]:
+def contents(model: Mapping[str, Any], parameters: tuple[Parameter, ...]) -> tuple[dict[str, Any], list[Row]]:
     """`config.json` and a row for every parameter, in the order given. Tied weights stand there once, under their first name.
 
     Raises
@@ -35,7 +32,7 @@ def contents(model: Mapping[str, Any], parameters: Parameters) -> tuple[dict[str
         When nobody knows what `config.json` such a model has.
     """
     if model["kind"] == "transformers":
-        return dict(model["config"]), [Row(name, shape) for name, shape in parameters]
+        return dict(model["config"]), [Row(p.name, p.shape) for p in parameters]
     if model["kind"] != "decoder":
         raise ZplanError(
             f"a `{model['class']}` has no `config.json` that zplan knows",
@@ -43,9 +40,9 @@ def contents(model: Mapping[str, Any], parameters: Parameters) -> tuple[dict[str
         )
     arch = architecture(model)
     rows = []
-    for name, shape in parameters:
-        transposed = is_transposed(arch, Param(name, shape))
-        rows.append(Row(hf_name(arch, name), shape[::-1] if transposed else shape, transposed))
+    for p in parameters:
+        transposed = is_transposed(arch, Param(p.name, p.shape))
+        rows.append(Row(hf_name(arch, p.name), p.shape[::-1] if transposed else p.shape, transposed))
     return hf_config(arch), rows
 
 
@@ -56,8 +53,9 @@ def export_checkpoint(
     manifest = checkpoint.manifest
     config, rows = contents(manifest.model, manifest.parameters)
     with ModelFolder(out, config, rows, dtype=dtype, shard_bytes=shard_bytes) as folder:
-        for name, shape in manifest.parameters:
-            folder.write(torch.from_numpy(checkpoint.whole("weight", name, prod(shape))))
+        for p in manifest.parameters:
+            dtype_there = checkpoint.dtype(p.value, p.name)
+            folder.write(as_tensor(checkpoint.whole(p.value, p.name, p.numel), dtype_there))
 
 
 def export_engine(engine: Engine, out: Path, *, shard_bytes: int = SHARD_BYTES) -> None:

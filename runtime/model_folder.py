@@ -97,6 +97,11 @@ class ModelFolder:
         """The next row's values, of any shape and device; cast on the way."""
         row = self.rows[self.at]
         assert values.numel() == prod(row.shape), f"{row.name}: {values.numel()} elements for {row.shape}"
+        if not values.is_floating_point():
+            raise ZplanError(
+                f"`{row.name}` has dtype {values.dtype}, and a model folder of {self.config['torch_dtype']} can't hold it",
+                "export the model without quantised parameters",
+            )
         if row.transposed:
             values = values.reshape(row.shape[::-1]).t()
         try:

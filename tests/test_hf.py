@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -72,3 +73,110 @@ def test_causal_models_below_stage_3(run_ranks, stage):
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "plain"])
 def test_causal_models_at_stage_3(run_ranks, checkpointing):
     check(run_ranks, {name: (name, checkpointing, 3) for name in CAUSAL})
+
+
+# --- built on the meta device ------------------------------------------------------------------------------------------
+
+
+def from_meta(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
+    """Losses at stages 0 and 3 from the same seed, and what the model was given as initial values."""
+    out: dict[str, Any] = {}
+    for name in names:
+        for stage in (0, 3):
+            with meta_init():
+                model = build(name)
+            assert all(p.is_meta for p in model.parameters())
+            engine, *_ = initialize(model=model, config=m.config(stage), checked=True, seed=5)
+            first = m.whole(engine)
+            buffers = {n: b.clone().numpy() for n, b in engine.module.named_buffers()}
+            losses = []
+            for step in range(2):
+                loss = engine(**m.tokens(step, rank, 0)).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            out[f"{name} {stage}"] = (losses, first, buffers)
+            engine.close()
+    return out
+
+
+@pytest.mark.gloo
+def test_models_built_on_meta_get_their_own_initial_values(run_ranks):
+    """transformers' own rules fill weights and rotary tables; every layer draws its own."""
+    names = ["llama-tied", "gpt2", "mixtral"]
+    for result in run_ranks(2, from_meta, names, limit=200):
+        for name in names:
+            losses, first, buffers = result[f"{name} 0"]
+            assert result[f"{name} 3"][0] == pytest.approx(losses, rel=1e-6)
+            on_cpu = build(name)
+            for key, value in on_cpu.named_buffers():
+                assert (buffers[key] == value.numpy()).all(), key
+            for key, value in on_cpu.named_parameters():
+                assert (first[key] == result[f"{name} 3"][1][key]).all()
+                assert float(first[key].std()) == pytest.approx(value.std().item(), rel=0.35, abs=1e-6), key
+            weights = [v for k, v in first.items() if k.endswith(("o_proj.weight", "attn.c_proj.weight"))]
+            assert len(weights) == 4 and (weights[0] != weights[1]).any()
+
+
+# --- evaluation and generation between steps --------------------------------------------------------------------------
+
+
+def generates(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    """Greedy tokens before and after a step; ranks ask for different lengths where the model is whole."""
+    engine, *_ = initialize(model=build("llama"), config=m.config(stage), checked=True)
+    prompt = m.tokens(9, 0, 0)["input_ids"]
+    ask = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
+    out: dict[str, Any] = {}
+    for step in range(2):
+        loss = engine(**m.tokens(step, rank, 0)).loss
+        engine.eval()
+        with torch.no_grad():
+            out[f"eval {step}"] = engine(**m.tokens(8, 0, 0)).loss.item()
+            out[f"same {step}"] = engine.module.generate(prompt, max_new_tokens=3, **ask).tolist()
+            with summon(engine.module):
+                out[f"each {step}"] = engine.module.generate(prompt, max_new_tokens=2 + 2 * rank, **ask).tolist()
+        engine.train()
+        engine.backward(loss)
+        engine.step()
+        out[f"loss {step}"] = loss.item()
+    engine.close()
+    return out
+
+
+@pytest.mark.gloo
+def test_generate_and_evaluate_between_steps(run_ranks):
+    expected = run_ranks(1, generates, 0)[0]
+    for stage in (1, 3):
+        results = run_ranks(2, generates, stage)
+        for rank, r in enumerate(results):
+            assert r["same 0"] == expected["same 0"] and r["eval 0"] == pytest.approx(expected["eval 0"], rel=1e-6)
+            assert [row[: m.SEQ + 2] for row in r["each 0"]] == expected["each 0"]
+            assert len(r["each 1"][0]) == m.SEQ + 2 + 2 * rank
+        assert results[0]["same 1"] == results[1]["same 1"]
+
+
+# --- PEFT --------------------------------------------------------------------------------------------------------------
+
+
+def build_peft(name: str, checkpointing: str) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = build(name, checkpointing)
+    if checkpointing == "reentrant":
+        model.enable_input_require_grads()
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for names that are on their way out
+        return peft.get_peft_model(model, config)
+
+
+@pytest.mark.gloo
+def test_peft_adapters(run_ranks):
+    pytest.importorskip("peft")
+    cases = {f"{how} {s}": ("test_hf:build_peft", ("llama", how), m.config(s), 3) for how in ("none", "reentrant") for s in (2, 3)}
+    results = run_ranks(2, m.train_each, cases, limit=200)
+    for how in ("none", "reentrant"):
+        expected = m.reference("test_hf:build_peft", ("llama", how), steps=3, world_size=2)
+        for stage in (2, 3):
+            m.equal([r[f"{how} {stage}"] for r in results], expected)
+        assert len(results[0][f"{how} 3"]["ringed"]) == 8

@@ -1,0 +1,62 @@
+"""Frozen parameters in checkpoints: written once, then linked from one checkpoint to the next.
+
+A save compares a sum of the bits of what this rank holds with the one at the last write, so that values which somebody did
+change (`summon(write=True)`, a load) are written anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from zplan.runtime.checkpoint_format import FROZEN, DataFile
+from zplan.runtime.checkpoint_ranges import extents, state_tensor
+from zplan.runtime.checkpoint_write import Source, Written
+
+if TYPE_CHECKING:
+    from zplan.runtime.engine import Engine
+
+
+class FrozenFiles:
+    """Where one rank's share of the frozen parameters was written last."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.written: Written | None = None
+        self.sums: list[int] = []
+
+    def share(self, root: Path, *, copied: bool = False) -> list[Source] | Written | None:
+        """What this rank writes: values, the file that has them in the same folder of checkpoints, or None for no frozen ones.
+
+        Parameters
+        ----------
+        copied
+            Give copies on the host, which nobody changes while they are written behind training.
+        """
+        units = [u for u in self.engine.units if u.placement.frozen]
+        if not units:
+            return None
+        sums = [bit_sum(state_tensor(u, FROZEN)) for u in units]
+        last = self.written
+        if last is not None and sums == self.sums and last.path.parent.parent == root and last.path.exists():
+            return last
+        self.written, self.sums = None, sums
+        sources = [(e.range, e.of(state_tensor(u, FROZEN))) for u in units for e in extents(u, FROZEN, everything=False)]
+        return [(r, t.detach().to("cpu", copy=True)) for r, t in sources] if copied else sources
+
+    def remember(self, folder: Path, file: DataFile | None) -> None:
+        """A checkpoint with this file was committed."""
+        self.written = None if file is None else Written(folder / file.name, file)
+
+
+@torch.no_grad()
+def bit_sum(tensor: torch.Tensor) -> int:
+    """Sum over a tensor's bytes, each weighted by its place modulo a prime, so that elements that changed places show."""
+    raw = tensor.detach().contiguous().view(torch.uint8)
+    total = 0
+    for at, part in enumerate(raw.split(2**24)):
+        weights = torch.arange(part.numel(), device=part.device, dtype=torch.int64).remainder_(8191).add_(1 + at)
+        total += int((part.to(torch.int64) * weights).sum().item())
+    return total
