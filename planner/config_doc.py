@@ -24,6 +24,7 @@ _FIELD = {
     "zplan": f"zplan's own keys: {', '.join(f'`{name}`' for name in EXTRAS)}",
     "stage": "ZeRO stage, 0 to 3",
     "reduce_bucket_size": "largest piece of one reduce, in elements: it caps the ledger's `grads.slot` lines",
+    "stage3_max_live_parameters": "stage 3: the ring holds as many of the largest block as fit in, two at least",
     "lr": "learning rate",
     "betas": "decay of both moments",
     "eps": "added to the denominator",

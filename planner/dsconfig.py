@@ -5,7 +5,7 @@ The planner reads `--config` files with it and writes plans; the engine reads wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -13,6 +13,7 @@ from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
 from zplan.planner.config import Attention, Checkpointing, Choice, Precision
+from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
 from zplan.planner.reading import (
@@ -62,7 +63,9 @@ class TrainingConfig:
     steps_per_print: int = 10
     """Optimizer steps between progress lines."""
     ring_slots: int = 2
-    """Stage 3: gathered blocks held at once."""
+    """Stage 3: gathered blocks held at once, where `max_live` does not say it."""
+    max_live: int | None = None
+    """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
     seq: int | None = None
@@ -72,10 +75,25 @@ class TrainingConfig:
     notes: tuple[str, ...] = ()
     """Sentences a user should see: accepted keys that change nothing here."""
 
+    def slots(self, blocks: Sequence[int]) -> int:
+        """Gathered blocks held at once, for blocks of so many elements."""
+        return self.ring_slots if self.max_live is None else slots_within(self.max_live, blocks)
+
     @property
     def train_batch_size(self) -> int:
         """Sequences per optimizer step over all ranks."""
         return self.micro_batch * self.accumulation * self.world_size
+
+
+def slots_within(max_live: int, blocks: Sequence[int]) -> int:
+    """As many of the largest block as `max_live` elements hold, but two at least and no more than there are blocks.
+
+    Examples
+    --------
+    >>> slots_within(1000, [300, 250, 300, 250]), slots_within(10**9, [300] * 4), slots_within(1, [300] * 4)
+    (3, 4, 2)
+    """
+    return max(2, min(max_live // max(blocks, default=1), len(blocks)))
 
 
 _EXTRA_INTS = ("ring_slots", "seq")
@@ -136,6 +154,8 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
     """
     found, notes = read_settings(mapping, source=source)
     given = frozenset(found)
+    if "ring_slots" in found:
+        found.pop("max_live", None)  # zplan's own word for it counts
     auto = [key for key in (KEYS.train, KEYS.micro) if mapping.get(key) == "auto"]
     if auto and not given & {"train_batch_size", "micro_batch"}:
         raise ZplanError(
@@ -173,6 +193,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         zplan's ring does.
     """
     bf16 = config.precision == "bf16"
+    live = config.ring_slots * largest_block_numel if config.max_live is None else config.max_live
     batch = Batch(config.micro_batch, config.accumulation, config.world_size)
     params = {
         "lr": config.lr,
@@ -205,8 +226,8 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
             "allgather_bucket_size": config.piece_numel,
             "round_robin_gradients": False,
             "sub_group_size": 1_000_000_000,
-            "stage3_max_live_parameters": config.ring_slots * largest_block_numel,
-            "stage3_max_reuse_distance": config.ring_slots * largest_block_numel,
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
             "stage3_prefetch_bucket_size": largest_block_numel,
             "stage3_param_persistence_threshold": 0,
             "stage3_gather_16bit_weights_on_model_save": False,
@@ -262,6 +283,7 @@ def _fp16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
 
 
 def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    block = {UNPREFIXED.get(key, key): value for key, value in block.items()}
     check_keys(block, (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_MAPPED, *dskeys.ZERO_INERT), where)
     if "stage" in block:
         stage = want_int("stage", where, block["stage"], least=0)
@@ -270,6 +292,9 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
         found["stage"] = stage
     if "reduce_bucket_size" in block:
         found["piece_numel"] = want_int("reduce_bucket_size", where, block["reduce_bucket_size"])
+    if "stage3_max_live_parameters" in block:
+        name = "stage3_max_live_parameters"
+        found["max_live"] = want_int(name, where, block[name], least=0)
     notes = []
     for key, (value, why) in dskeys.ZERO_MAPPED.items():
         if block.get(key) is not None and want_bool(key, where, block[key]) is not value:

@@ -135,7 +135,7 @@ BF16_NEUTRAL: dict[str, Neutral] = {
     "bf16_optimizer_states": false,
 }
 
-ZERO_HONOURED = ("stage", "reduce_bucket_size")
+ZERO_HONOURED = ("stage", "reduce_bucket_size", "stage3_max_live_parameters")
 
 ZERO_NEUTRAL: dict[str, Neutral] = {
     "offload_param": no_device,
@@ -180,7 +180,6 @@ ZERO_INERT: dict[str, str] = {
     "stage3_prefetch_bucket_size": _RING,
     "stage3_param_persistence_threshold": _RING,
     "stage3_model_persistence_threshold": _RING,
-    "stage3_max_live_parameters": _RING,
     "stage3_max_reuse_distance": _RING,
     "stage3_module_granularity_threshold": _RING,
     "stage3_use_all_reduce_for_fetch_params": _RING,

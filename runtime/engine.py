@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class Engine(nn.Module):
             raise ZplanError(
                 "the model has no parameters to train", "pass an nn.Module with some that require gradients"
             )
+        blocks = [sum(u.numel for u, _ in f.segments()) for f in found if f.unit.kind == "block"]
+        self.choice = replace(self.choice, ring_slots=training.slots(blocks))
         read_elsewhere = frozenset(name for f in found for name in f.reads)
         segments = [unit for f in found for unit, _ in f.segments()]
         placements = place_units(segments, self.choice, tied=read_elsewhere)
