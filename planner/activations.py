@@ -183,7 +183,7 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
         )
     if not arch.runnable:
         _check_class(arch, choice)
-    multiple = {"bf16": 8, "fp32": 4}[choice.precision]
+    multiple = {2: 8, 4: 4}[choice.itemsize]
     if choice.device == "cuda" and choice.attention == "sdpa" and (arch.head_dim % multiple or arch.head_dim > 256):
         raise ZplanError(
             f"heads of width {arch.head_dim} are padded by flash attention or not taken by it, which is not modelled",

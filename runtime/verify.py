@@ -102,6 +102,8 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     if engine.checkpoints.snapshot is not None:
         yield "save.snapshot", engine.checkpoints.snapshot
     yield "optim.scalars", engine.optimizer.scalars.buffer
+    if engine.optimizer.scaler is not None:
+        yield "optim.loss_scale", engine.optimizer.scaler.buffer
     if engine.optimizer.table is not None:
         yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms
