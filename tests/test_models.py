@@ -316,3 +316,11 @@ def test_classes_with_windows_are_estimated_with_eager_attention_unless_asked():
 def test_dropout_of_a_class_is_a_note():
     notes = model_from("opt-1.3b", None).notes
     assert any("dropout (dropout) is left out" in x for x in notes)
+
+
+@pytest.mark.parametrize("kind", [k for k in OF_KIND if k not in NO_CLASS])
+def test_what_transformers_writes_back_reads_the_same(kind):
+    hf = pytest.importorskip("transformers").AutoConfig.for_model(**OF_KIND[kind])
+    back = json.loads(hf.to_json_string(use_diff=False)) | {"architectures": None}
+    first, second = (read_architecture(config, "m")[0] for config in (OF_KIND[kind], back))
+    assert decoder_units(first) == decoder_units(second) and first.traits == second.traits
