@@ -480,14 +480,14 @@ def _everything():
 
 def _nest(pair):
     top, blocks = pair
-    config = {**top, **blocks}
+    config = json.loads(json.dumps({**top, **blocks}))  # sampled objects are shared, and would end up inside themselves
     param = config.pop("offload_param", None)
     if param is not None and isinstance(config.get("zero_optimization"), dict):
         config["zero_optimization"]["offload_param"] = param
     return config
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(_everything(), st.sampled_from([None, 1, 7]), st.sampled_from(["any", "hf", "deepspeed"]))
 def test_no_config_causes_a_traceback(config, gpus, consumer):
     subject = Subject(
