@@ -25,6 +25,7 @@ from zplan.planner.ledger import Ledger, Line
 from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
+from zplan.runtime.sentinel import ReducedGradient
 
 ACTIVATIONS = "act"
 """Name under which the walk puts what no owner holds."""
@@ -78,7 +79,7 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     for u in engine.units:
         name = u.placement.size_class
         for p in u.params:
-            if p.grad is not None:
+            if p.grad is not None and not isinstance(p.grad, ReducedGradient):
                 yield f"grads.{name}", p.grad
         for attribute in ("master", "exp_avg", "exp_avg_sq"):
             tensor = getattr(u, attribute)
@@ -98,6 +99,8 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield "params.placeholder", nan
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
+    if engine.checkpoints.snapshot is not None:
+        yield "save.snapshot", engine.checkpoints.snapshot
     yield "optim.scalars", engine.optimizer.scalars.buffer
     if engine.optimizer.scaler is not None:
         yield "optim.loss_scale", engine.optimizer.scaler.buffer
@@ -221,9 +224,10 @@ class Meter:
                 table = lines if key in expected or name in lines else stray
                 if name not in table or abs(row.difference) >= abs(table[name].difference):
                     table[name] = row
+        pinned = ledger.per_phase("pinned") if self.registry is not None else (0,) * len(ledger.phases)
         peaks = tuple(
-            Row("peak", phase, want, self.peaks[phase])
-            for phase, want in zip(ledger.phases, ledger.per_phase(), strict=True)
+            Row("peak", phase, want + beside, self.peaks[phase])
+            for phase, want, beside in zip(ledger.phases, ledger.per_phase(), pinned, strict=True)
             if phase in self.peaks
         )
         return Comparison(tuple(lines.values()), peaks, tuple(r for r in stray.values() if r.measured))
@@ -233,7 +237,8 @@ def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tup
     """What must be alive between phase `at` and the next, keyed as `Meter._snapshot` keys it."""
     out: Counter[tuple[str, str]] = Counter()
     for line in ledger.lines:
-        if line.tier != "device" or (line.kind == "overhead" and line.id not in WORKSPACES):
+        # On the CPU host memory is where everything lies.
+        if line.tier not in (("device", "pinned") if by_birth else ("device",)) or (line.kind == "overhead" and line.id not in WORKSPACES):
             continue
         for span in line.spans:
             if _crosses(line, span, at, turn):
