@@ -47,17 +47,25 @@ def syntax(view: View) -> Iterator[Finding]:
 
 def white_space(view: View) -> Iterator[Finding]:
     """Keys with blanks around them match nothing."""
-    for path in view.document.places:
-        key = path[-1]
-        if isinstance(key, str) and key != key.strip():
+    for path in _paths(view.document.value, ()):
+        key = str(path[-1])
+        if key != key.strip():
             yield Finding(
                 "key-whitespace",
                 "warning",
                 f"key `{key}` has a blank at its {'end' if key != key.rstrip() else 'start'}, so nothing matches it",
                 f"write `{key.strip()}`",
                 ".".join(map(str, path)),
-                view.document.places[path],
+                view.document.places.get(path),
             )
+
+
+def _paths(block: Mapping[str, Any], above: Path) -> Iterator[Path]:
+    """Every key of a nest of objects."""
+    for key, value in block.items():
+        yield (*above, key)
+        if isinstance(value, Mapping):
+            yield from _paths(value, (*above, key))
 
 
 def top_level(view: View) -> Iterator[Finding]:

@@ -162,8 +162,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 def load_config(path: str | os.PathLike[str]) -> Plan | dict[str, Any]:
     """A plan, or a DeepSpeed config as it stands: what the file holds."""
     from zplan.planner.plan_reading import parse_plan
+    from zplan.planner.relaxed import read_config
 
-    document = read_json(path)
+    document, loose = read_config(path)
     if "schema_version" in document or "ledger" in document:
-        return parse_plan(document, os.fspath(path))
+        # A plan was written by zplan, so anything but JSON is damage.
+        return parse_plan(read_json(path) if loose else document, os.fspath(path))
     return document

@@ -7,6 +7,7 @@ strict JSON, so each step away from it is kept as a `Departure` for the linter t
 from __future__ import annotations
 
 import json
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from zplan.planner.errors import ZplanError
+from zplan.planner.reading import parse_json, read_text
 
 Path = tuple[str | int, ...]
 Place = tuple[int, int]
@@ -59,6 +61,30 @@ def read_document(text: str, source: str) -> Document:
     if not text.strip():
         raise ZplanError(f"`{source}` is empty", "write the file again")
     return _Reader(text, source).document()
+
+
+def read_config(path: str | os.PathLike[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A config file as DeepSpeed reads it: strict JSON, else Hjson, which a note tells about.
+
+    A key that is given twice is refused, as there.
+    """
+    name = os.fspath(path)
+    text = read_text(name)
+    try:
+        return parse_json(text, name), ()
+    except ZplanError:
+        document = read_document(text, name)
+    if document.duplicates:
+        at = document.duplicates[0]
+        line, column = document.places[at]
+        message = f"key `{at[-1]}` of `{name}` is given twice in one object (line {line}, column {column})"
+        raise ZplanError(message, "keep one of the two")
+    if not document.departures:
+        return document.value, ()
+    first = document.departures[0]
+    return document.value, (
+        f"`{name}` is not JSON ({first.what} in line {first.place[0]}): read as Hjson, as DeepSpeed does",
+    )
 
 
 class _Reader:

@@ -197,11 +197,12 @@ def _merge_config(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Add to `fixed` what a config names; return its other settings and notes. Flags and config must agree."""
     from zplan.planner.dsconfig import read_settings
-    from zplan.planner.reading import read_json
+    from zplan.planner.relaxed import read_config
 
     source = "config" if isinstance(config, Mapping) else os.path.basename(os.fspath(config))
-    mapping = config if isinstance(config, Mapping) else read_json(config)
+    mapping, loose = (config, ()) if isinstance(config, Mapping) else read_config(config)
     found, notes = read_settings(mapping, source=source)
+    notes = (*loose, *notes)
     batch = {"train_batch_size", "micro_batch", "accumulation"}
     if batch & set(found) == {"train_batch_size"} and not {"micro_batch", "accumulation"} & set(fixed):
         found["accumulation"] = 1  # DeepSpeed's rule for the train batch alone.
