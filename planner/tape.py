@@ -346,7 +346,8 @@ class Tape:
                     value.storage.label = PARAMETER_GRADIENT
                 del value
                 target = buffers.setdefault(edge.node, [None] * edge.node.num_outputs)
-                target[edge.output_nr] = self._add(target, edge.output_nr, outputs, i)
+                leaf = isinstance(edge.node, Accumulate)
+                target[edge.output_nr] = self._add(target, edge.output_nr, outputs, i, leaf=leaf)
                 waiting[edge.node] -= 1
                 if not waiting[edge.node]:
                     pushed += 1
@@ -371,13 +372,16 @@ class Tape:
         if value.itemsize != edge.itemsize:
             outputs[i] = self.new(edge.shape, edge.itemsize, "to", strides=dense_like(value.shape, value.strides))
 
-    def _add(self, buffer: Gradients, at: int, outputs: Gradients, i: int) -> Value | None:
-        """Move `outputs[i]` into an input buffer, adding to what is there."""
+    def _add(self, buffer: Gradients, at: int, outputs: Gradients, i: int, *, leaf: bool) -> Value | None:
+        """Move `outputs[i]` into an input buffer, adding to what is there.
+
+        A parameter's gradients (`leaf`: a tied weight's) were seen to be added out of place on CUDA too.
+        """
         new, outputs[i] = outputs[i], None
         old = buffer[at]
         if old is None or new is None:
             return old if new is None else new
-        if self.in_place_accumulation and old.storage.refs == 1 and is_dense(old.shape, old.strides):
+        if self.in_place_accumulation and not leaf and old.storage.refs == 1 and is_dense(old.shape, old.strides):
             return old
         return self.new(old.shape, old.itemsize, "grad.sum", strides=dense_like(old.shape, old.strides))
 
