@@ -90,7 +90,7 @@ def table_bytes(placements: Sequence[Placement], choice: Choice) -> int:
 def norm_chunk(device: str, numel: int) -> int:
     """Elements of one partial norm.
 
-    A GPU reduces a whole slice as a tree. The CPU kernel adds along lanes and is off by 1e-4 at 3e6 elements, so there it is
-    given short stretches.
+    A GPU reduces a whole slice as a tree. The CPU kernel adds along lanes and is off by 1e-4 at 3e6 elements, so there
+    it is given short stretches.
     """
     return 16384 if device == "cpu" else max(1, numel)
