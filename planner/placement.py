@@ -108,7 +108,7 @@ def _lay_out_all(units: Sequence[Unit], choice: Choice) -> list[UnitLayout]:
 
 
 def _size_classes(units: Sequence[Unit], layouts: Sequence[UnitLayout]) -> list[str]:
-    """A block's class is `block` for the first size met, `block2` for the next, `frozen`, `frozen2`, ... where it is frozen.
+    """A block's class is `block` for the first size met, `block2` for the next; where frozen `frozen`, `frozen2`.
 
     Other units are classes of their own.
     """

@@ -47,7 +47,7 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
 
 
 def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[int, int]) -> list[Line]:
-    """Frozen parameters: shards where they are ringed, and whole buffers that every rank holds alike. See [Note: frozen]."""
+    """Frozen parameters: shards where ringed, and whole buffers that every rank holds alike. See [Note: frozen]."""
     shards = [(p, p.buffer_bytes(choice) // choice.world_size, always) for p in placements if p.has_shard]
     whole = [(p, p.buffer_bytes(choice), always) for p in placements if not p.ringed]
     note = ""

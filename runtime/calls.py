@@ -185,7 +185,8 @@ class Schedule:
                 if not _is_subsequence(ran, self.order):
                     odd = next(i for i, name in enumerate(ran) if not _is_subsequence(ran[: i + 1], self.order))
                     raise ZplanError(
-                        f"ranks ran units in different orders in the first step: rank {other} ran `{ran[odd]}` as number {odd}",
+                        "ranks ran units in different orders in the first step: "
+                        f"rank {other} ran `{ran[odd]}` as number {odd}",
                         "every rank must run the same modules in the same order; skipping some is fine",
                     )
         elif not _is_subsequence(mine, self.order):

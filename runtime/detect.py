@@ -1,4 +1,4 @@
-"""Finds the units of a module tree: the blocks of its module lists, or what the user names, and what lies around them."""
+"""Finds the units of a module tree: the blocks of its module lists, or what users name, and what lies around them."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Engine(nn.Module):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
-        """Backward of one micro-step. Averaging over ranks and micro-steps happens in the step; `loss` is returned as it is.
+        """Backward of one micro-step. The step averages over ranks and micro-steps; `loss` is returned as it is.
 
         A micro-step is whatever runs between forwards: several calls after one forward add up. To add up over several
         forwards, put all but the last backward in `no_sync()`.
@@ -164,8 +164,8 @@ class Engine(nn.Module):
             raise ZplanError(
                 f"`backward` was called {self.reducer.micro_step + 1} times for gradient_accumulation_steps "
                 f"{self.choice.accumulation}",
-                "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls of a "
-                "micro-step but the last in `with engine.no_sync():`",
+                "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls "
+                "of a micro-step but the last in `with engine.no_sync():`",
             )
         self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
         self.sentinels.hide()
@@ -181,7 +181,7 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward calls inside do not end their micro-step: their gradients are added to those of the next one outside.
+        """Backward calls inside do not end their micro-step: gradients are added to those of the next one outside.
 
         They are summed and not averaged, as in DDP. Nothing is sent at stages 0 and 1 with accumulation; elsewhere each
         adds to the shard.
@@ -223,7 +223,7 @@ class Engine(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip this step's gradients to a global L2 norm, instead of what the config says, and return the norm before that.
+        """Clip this step's gradients to a global L2 norm, instead of the config's, and return the norm before that.
 
         Returns
         -------

@@ -147,7 +147,7 @@ class ShardedAdamW:
         self.counted = True
 
     def slices(self, u: FlatUnit, state: str) -> list[Tensor]:
-        """This rank's slices of `grad`, `exp_avg` or `exp_avg_sq`: one for each piece, or one for all where nothing is sharded."""
+        """This rank's slices of `grad`, `exp_avg` or `exp_avg_sq`, one for each of `_pieces`."""
         pieces = self._pieces(u)
         if state == "grad":
             return [self._grad(u, piece) for piece in pieces]

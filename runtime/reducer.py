@@ -27,7 +27,7 @@ from zplan.runtime.unit import FlatUnit
 
 
 class Reducer:
-    """Gradient accumulation and reduction of one engine. Owns the reduce slots and, through the units, the gradients."""
+    """Gradient accumulation and reduction of one engine. Owns reduce slots and, through the units, gradients."""
 
     def __init__(
         self, units: list[FlatUnit], choice: Choice, arena: Arena, collectives: Collectives, streams: Streams
@@ -52,7 +52,7 @@ class Reducer:
         self.forwarded = False
         """A forward has run since the last backward."""
         self.held = False
-        """More backward calls of this micro-step follow (`no_sync`): add up, and sum over ranks only where nothing else will do."""
+        """More backward calls of this micro-step follow (`no_sync`): whole gradients wait for the sum over ranks."""
         if choice.accumulation > 1:
             for u in units:
                 self._take_grad(u)

@@ -62,8 +62,8 @@ class Summoned:
             raise ZplanError("`summon` inside backward", "summon between steps")
         if "grad" in self.asked and not engine.is_gradient_accumulation_boundary():
             raise ZplanError(
-                f"`summon(grads=True)` after {engine.reducer.micro_step} of {engine.choice.accumulation} micro-steps: there are "
-                "no whole gradients",
+                f"`summon(grads=True)` after {engine.reducer.micro_step} of {engine.choice.accumulation} micro-steps: "
+                "there are no whole gradients",
                 "enter it between the last backward of a step and `engine.step()`",
             )
         names = ", ".join(u.name for u in self.units)

@@ -75,7 +75,8 @@ def as_text(rows: Sequence[UnitRow], world_size: int) -> str:
     total = sum(r.numel for r in rows)
     frozen = sum(r.numel for r in rows if r.frozen)
     lines.append(
-        f"{len(rows)} units, {format_count(total)} parameters, {format_count(frozen)} of them frozen, on {world_size} GPUs"
+        f"{len(rows)} units, {format_count(total)} parameters, {format_count(frozen)} of them frozen, "
+        f"on {world_size} GPUs"
     )
     return "\n".join(lines) + "\n"
 
