@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Precision = Literal["bf16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32"]
 Checkpointing = Literal["none", "full"]
 Attention = Literal["sdpa", "eager"]
 Device = Literal["cuda", "cpu"]
+Saving = Literal["foreground", "background"]
 
-ITEMSIZE: dict[str, int] = {"bf16": 2, "fp32": 4}
+ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
 
 REDUCE_ITEMSIZE = 4
@@ -42,6 +43,8 @@ class Choice:
     """Elements; cap of one reduce (`reduce_bucket_size`): 128 MiB in fp32."""
     device: Device = "cuda"
     """Whose op table the activations follow."""
+    saving: Saving = "foreground"
+    """`background`: checkpoints are copied to host memory first and written behind training."""
 
     @property
     def global_batch(self) -> int:

@@ -8,6 +8,7 @@ from zplan.planner.config import Choice
 from zplan.planner.ledger import Ledger, Line, merge
 from zplan.planner.models import ModelSpec
 from zplan.planner.placement import place
+from zplan.planner.saving import saving_lines
 from zplan.planner.states import state_lines
 from zplan.planner.timeline import timeline
 
@@ -35,6 +36,7 @@ def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = ()
         time.phases,
         state_lines(placements, choice, time),
         buffer_lines(placements, choice, time),
+        saving_lines(placements, choice, time),
         activation_lines(spec, choice, time.phases),
         overheads,
     )

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from zplan.planner.config import Attention, Checkpointing, Device, Precision
+from zplan.planner.config import Attention, Checkpointing, Device, Precision, Saving
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.units import parse_bytes, parse_count
 
 MOST = 10**9
 """Largest whole number that an option takes; beyond it a search by divisors would not end."""
+
+MOST_ELEMENTS = 10**12
+"""Largest reduce bucket; configs use absurdly large ones to say: all at once."""
 
 OPTION = {
     "stage": "--stage",
@@ -25,6 +28,7 @@ OPTION = {
     "attention": "--attention",
     "device": "--device",
     "ring_slots": "`ring_slots`",
+    "saving": "`saving`",
     "piece_numel": "`reduce_bucket_size`",
 }
 """What fixes a choice, and what it is called."""
@@ -82,6 +86,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
     for name in given:
         if name not in ARGUMENTS:
             raise ZplanError(f"unknown argument `{name}`", did_you_mean(name, ARGUMENTS) or "see the documentation")
+    given = {name: _of_type(name, value) for name, value in given.items()}
     _refuse_unbuilt(given)
     fixed = {name: _check(name, given[name]) for name in OPTION if name in given}
     fixed_by = {name: OPTION[name] for name in fixed}
@@ -103,6 +108,21 @@ def make_request(given: Mapping[str, Any]) -> Request:
     )
 
 
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "model": ((str, os.PathLike), "a name, a path or a hub id"),
+    "gpu": ((str,), "a name that `zplan gpus` lists"),
+    "config": ((str, os.PathLike, Mapping), "a path or a mapping"),
+}
+"""Arguments that a command line gives as text, and what Python may give; the rest is checked where it is parsed."""
+
+
+def _of_type(name: str, value: Any) -> Any:
+    types, need = _TYPES.get(name, ((object,), ""))
+    if not isinstance(value, types):
+        raise ZplanError(f"`{name}` is {value!r}", f"give {need}")
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _plain(value: Any) -> Any:
     """A JSON value of an argument."""
     if isinstance(value, os.PathLike):
@@ -122,7 +142,7 @@ _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
         ("sgd", "adagrad", "lamb", "lion", "muon", "adafactor", "adamw8bit"),
         "use --optimizer adamw",
     ),
-    "precision": ("--precision", ("bf16", "fp32"), ("fp16", "fp8", "int8"), "use --precision bf16 or fp32"),
+    "precision": ("--precision", ("bf16", "fp16", "fp32"), ("fp8", "int8"), "use --precision bf16, fp16 or fp32"),
 }
 """Option -> its flag, what is built, what the field knows and is not built yet, and what to do."""
 
@@ -142,6 +162,7 @@ _WORDS = {
     "checkpointing": get_args(Checkpointing),
     "attention": get_args(Attention),
     "device": get_args(Device),
+    "saving": get_args(Saving),
 }
 
 
@@ -190,6 +211,8 @@ def _merge_config(
         own = _CONFIG_NAMES.get(name, name)
         if own not in OPTION:
             settings[name] = value
+        elif isinstance(value, int) and value > (MOST_ELEMENTS if own == "piece_numel" else MOST):
+            raise ZplanError(f"`{source}` asks for {value:,} as {own.replace('_', '-')}", "check that number")
         elif own in fixed and fixed[own] != value:
             raise ZplanError(f"`{OPTION[own]} {fixed[own]}` and `{source}` ({value}) disagree", "drop one of the two")
         elif own not in fixed:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zplan.planner.activations import counted, eager_only
+from zplan.planner.activations import counted, prefers_eager
+from zplan.planner.config import REDUCE_ITEMSIZE
 from zplan.planner.search import DEFAULT_SEQ, STAGES, Row, Search
 from zplan.planner.units import format_gib, format_percent, format_small
 
@@ -90,9 +91,10 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
     for name in ("stage", "checkpointing", "micro_batch", "accumulation", "global_batch", *_DEFAULTS):
         value = getattr(row.choice, name)
         by = search.request.fixed_by.get(name)
-        out.append(
-            Decision(name, value, by is None, f"asked by {by}" if by else reasons.get(name, _DEFAULTS.get(name, "")))
-        )
+        reason = f"asked by {by}" if by else reasons.get(name, _DEFAULTS.get(name, ""))
+        if by and name == "piece_numel":
+            reason = f"{reason}; elements, {format_small(value * REDUCE_ITEMSIZE)} in fp32"
+        out.append(Decision(name, value, by is None, reason))
     for name, value in (("offload", "none"), ("optimizer", "adamw")):
         asked = name in search.request.asked
         out.append(Decision(name, value, not asked, f"asked by --{name}" if asked else "the only one built yet"))
@@ -106,6 +108,7 @@ _DEFAULTS: dict[str, str] = {
     "ring_slots": "one block computes while the next is gathered",
     "piece_numel": "128 MiB in fp32: long enough for full bandwidth",
     "device": "a GPU unless --device cpu",
+    "saving": "training waits for a checkpoint, and no copy of the states lies in host memory",
 }
 """Choices with a plain default, and why that default."""
 
@@ -133,8 +136,8 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         what = "the largest that fits and divides" if row.fits else "the smallest that divides"
         yield "micro_batch", f"{what} {per_rank}"
         yield "accumulation", f"{per_rank} / {c.micro_batch}"
-    if eager_only(search.model.arch):
-        yield "attention", "the class refuses torch's fused attention"
+    if prefers_eager(search.model.arch):
+        yield "attention", "its class refuses or masks torch's fused attention"
     if search.model.assumed:
         yield "seq", "the default; an assumed shape has no limit"
     else:

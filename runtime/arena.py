@@ -11,12 +11,15 @@ import weakref
 import torch
 from torch import Tensor
 
+from zplan.planner.errors import ZplanError
+
 
 class Arena:
     """Allocator of named buffers on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._locked: list[Tensor] = []
         self._given: dict[str, list[weakref.ref[torch.UntypedStorage]]] = {}
 
     def take(self, line: str, numel: int, dtype: torch.dtype, *, fill: float | None = None) -> Tensor:
@@ -26,6 +29,30 @@ class Arena:
             out.fill_(fill)
         self._given.setdefault(line, []).append(weakref.ref(out.untyped_storage()))
         return out
+
+    def take_host(self, line: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1D tensor in host memory of exactly `numel` elements; page-locked where the device is a GPU.
+
+        torch's own pinned allocator rounds up to a power of two, so the pages of an ordinary tensor are locked instead. `unlock`
+        ends that.
+        """
+        out = torch.empty(numel, dtype=dtype)
+        if self.device.type == "cuda" and numel:
+            out.zero_()  # touched first: locking pages that are not there yet is slower
+            status = torch.cuda.cudart().cudaHostRegister(out.data_ptr(), out.nbytes, 0)
+            if int(status):
+                raise ZplanError(
+                    f"`{line}` can't lock {out.nbytes:,} bytes of host memory (CUDA error {int(status)})",
+                    "raise the limit of locked memory (`ulimit -l`)",
+                )
+            self._locked.append(out)
+        self._given.setdefault(line, []).append(weakref.ref(out.untyped_storage()))
+        return out
+
+    def unlock(self) -> None:
+        """Give page-locked memory back to the system's care."""
+        while self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._locked.pop().data_ptr())
 
     def held(self) -> dict[str, int]:
         """Bytes alive by line id."""

@@ -1,12 +1,12 @@
 """The folder that checkpoints lie in: who may write, what counts as committed, what is cleared away and when.
 
-[Note: commit] Data is written into `.partial.TAG.*` beside its target and synced. Then, on rank 0 and in this order: manifest,
-sync, rename to `TAG`, sync of the parent, `latest` by rename, sync. A kill at any moment leaves either the old state or
-the new one. A tag that is overwritten is renamed to `.aside.TAG` first; until the new one stands there, it counts under its
-own name. Older checkpoints are purged last, each renamed out of sight before it is deleted.
+[Note: commit] Data is written into `.partial.TAG.*` beside its target and synced. Then, on rank 0 and in this order:
+manifest, sync, rename to `TAG`, sync of the parent, `latest` by rename, sync. A kill at any moment leaves either the
+old state or the new one. A tag that is overwritten is renamed to `.aside.TAG` first; until the new one stands there,
+it counts under its own name. Older checkpoints are purged last, each renamed out of sight before it is deleted.
 
-[Note: lock] `flock` on `.lock` excludes a second writer. The kernel drops it with the process that held it, so a killed run
-leaves nothing to clean up by hand; whoever takes the lock clears what is left of unfinished saves.
+[Note: lock] `flock` on `.lock` excludes a second writer. The kernel drops it with the process that held it, so a
+killed run leaves nothing to clean up by hand; whoever takes the lock clears what is left of unfinished saves.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def write_synced(path: Path, content: bytes) -> None:
         os.close(fd)
 
 
-# --- writing: rank 0, under the lock ------------------------------------------------------------------------------------
+# --- writing: rank 0, under the lock ---------------------------------------------------------------------------------
 
 
 def prepare(root: Path, tag: str, *, overwrite: bool) -> Path:
@@ -182,7 +182,7 @@ def purge(root: Path, keep: int, *, just_written: str) -> list[str]:
     return old
 
 
-# --- looking: anybody, without the lock ------------------------------------------------------------------------------------
+# --- looking: anybody, without the lock ------------------------------------------------------------------------------
 
 
 def folder_of(root: Path, tag: str) -> Path:
@@ -199,9 +199,24 @@ def tags(root: Path) -> list[str]:
     return [n for n in names if not n.startswith(".") and folder_of(root, n).is_dir()]
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Name a checkpoint that DeepSpeed wrote as what it is."""
+    if not folder.is_dir():
+        return
+    for pattern in ("mp_rank_*_model_states.pt", "*zero_pp_rank_*"):
+        for path in folder.glob(pattern):
+            raise ZplanError(
+                f"`{folder}` is a DeepSpeed checkpoint (`{path.name}`), and importing those is not built yet",
+                "make a model folder of it with the `zero_to_fp32.py` beside it (`--safe_serialization`), and start from "
+                "that with `zplan run --weights`: weights move over, moments do not",
+            )
+
+
 def read_manifest(folder: Path) -> Manifest:
     """A checkpoint's manifest, checked against its own crc32."""
     path = folder / MANIFEST
+    if not path.exists():
+        refuse_foreign(folder)
     try:
         return Manifest.from_json(path.read_bytes(), str(path))
     except FileNotFoundError:
@@ -231,7 +246,10 @@ def latest_tag(root: Path) -> str:
     """What `latest` names. A missing `latest` is an error, never a fresh start."""
     path = root / LATEST
     try:
-        tag = read_latest(path.read_bytes(), str(path))
+        text = path.read_bytes()
+        if text and b"crc32" not in text:
+            refuse_foreign(root / text.decode("utf-8", "replace").strip())
+        tag = read_latest(text, str(path))
     except FileNotFoundError:
         found = [tag for tag, _ in manifests(root)] if root.is_dir() else []
         what = f"there are {', '.join(f'`{t}`' for t in found[:4])}" if found else "there is no checkpoint in it"

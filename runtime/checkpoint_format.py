@@ -10,9 +10,9 @@
 
 Frozen values do not change, so a save links the file that the save before wrote: they lie on the disk once.
 
-A *range* is a stretch of one state of one parameter in flattened logical elements: `weight|blocks.0.q.weight|0:4096`. It
-says nothing of ranks, slices or pieces, so any world size, stage or precision reads what any other wrote. A range is at
-most `RANGE_NUMEL` elements and is always read whole, so no byte is used whose crc32 was not checked.
+A *range* is a stretch of one state of one parameter in flattened logical elements: `weight|blocks.0.q.weight|0:4096`.
+It says nothing of ranks, slices or pieces, so any world size, stage or precision reads what any other wrote. A range is
+at most `RANGE_NUMEL` elements and is always read whole, so no byte is used whose crc32 was not checked.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class RankIndex:
-    """What one rank wrote: its share of the states, its share of the frozen parameters if there are any, its random states."""
+    """What one rank wrote: its share of the states and of frozen parameters, and its random states."""
 
     rank: int
     data: DataFile
@@ -277,7 +277,7 @@ def read_latest(text: bytes, path: str) -> str:
 def safetensors_header(ranges: list[Range], *, metadata: Mapping[str, str] | None = None) -> bytes:
     """Header of a safetensors file whose tensors are these ranges, one after the other.
 
-    The format is a little-endian length in 8 bytes, then that many bytes of JSON: dtype, shape and byte offsets by name.
+    The format is a little-endian length in 8 bytes, then that many bytes of JSON: dtype, shape and offsets by name.
     """
     return header_of([(r.key, r.dtype, (r.end - r.start,), r.nbytes) for r in ranges], metadata or {"format": "zplan"})
 

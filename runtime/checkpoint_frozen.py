@@ -1,7 +1,7 @@
 """Frozen parameters in checkpoints: written once, then linked from one checkpoint to the next.
 
-A save compares a sum of the bits of what this rank holds with the one at the last write, so that values which somebody did
-change (`summon(write=True)`, a load) are written anew.
+A save compares a sum of the bits of what this rank holds with the one at the last write, so that values which
+somebody did change (`summon(write=True)`, a load) are written anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zplan.runtime.checkpoint_format import FROZEN, DataFile
+from zplan.runtime.checkpoint_format import FROZEN, DataFile, RankIndex
 from zplan.runtime.checkpoint_ranges import extents, state_tensor
 from zplan.runtime.checkpoint_write import Source, Written
 
@@ -28,7 +28,7 @@ class FrozenFiles:
         self.sums: list[int] = []
 
     def share(self, root: Path, *, copied: bool = False) -> list[Source] | Written | None:
-        """What this rank writes: values, the file that has them in the same folder of checkpoints, or None for no frozen ones.
+        """What this rank writes: values, the file beside it that has them already, or None where nothing is frozen.
 
         Parameters
         ----------
@@ -43,8 +43,18 @@ class FrozenFiles:
         if last is not None and sums == self.sums and last.path.parent.parent == root and last.path.exists():
             return last
         self.written, self.sums = None, sums
-        sources = [(e.range, e.of(state_tensor(u, FROZEN))) for u in units for e in extents(u, FROZEN, everything=False)]
+        sources = [
+            (e.range, e.of(state_tensor(u, FROZEN))) for u in units for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)
+        ]
         return [(r, t.detach().to("cpu", copy=True)) for r, t in sources] if copied else sources
+
+    def adopt(self, folder: Path, index: RankIndex) -> None:
+        """Values were loaded from this checkpoint: link its file too, where it holds what this rank would write."""
+        units = [u for u in self.engine.units if u.placement.frozen]
+        mine = [e.range for u in units for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)]
+        if index.frozen is not None and [s.range for s in index.frozen.ranges] == mine:
+            self.remember(folder, index.frozen)
+            self.sums = [bit_sum(state_tensor(u, FROZEN)) for u in units]
 
     def remember(self, folder: Path, file: DataFile | None) -> None:
         """A checkpoint with this file was committed."""
@@ -53,7 +63,7 @@ class FrozenFiles:
 
 @torch.no_grad()
 def bit_sum(tensor: torch.Tensor) -> int:
-    """Sum over a tensor's bytes, each weighted by its place modulo a prime, so that elements that changed places show."""
+    """Sum over a tensor's bytes, each weighted by its place modulo a prime, so that elements which move show."""
     raw = tensor.detach().contiguous().view(torch.uint8)
     total = 0
     for at, part in enumerate(raw.split(2**24)):

@@ -36,7 +36,9 @@ def check_model(mine: tuple[Parameter, ...], manifest: Manifest) -> None:
     wrong = [f"`{n}` is missing" for n in want if n not in have]
     wrong += [f"`{n}` is not in this model" for n in have if n not in want]
     both = [n for n in want if n in have]
-    wrong += [f"`{n}` is {have[n].shape} there and {want[n].shape} here" for n in both if want[n].shape != have[n].shape]
+    wrong += [
+        f"`{n}` is {have[n].shape} there and {want[n].shape} here" for n in both if want[n].shape != have[n].shape
+    ]
     wrong += [
         f"`{n}` is {_word(have[n])} there and {_word(want[n])} here" for n in both if want[n].frozen != have[n].frozen
     ]
@@ -61,7 +63,7 @@ def load_unit(unit: FlatUnit, checkpoint: Checkpoint, engine: Engine, *, weights
     states = states_of(unit)
     for state in states[:1] if weights_only else states:
         tensor = state_tensor(unit, state)
-        for extent in extents(unit, state, everything=everything):
+        for extent in extents(unit, state, tensor, everything=everything):
             r = extent.range
             dtype = checkpoint.dtype(state, r.name)
             if DTYPES[dtype].is_floating_point != tensor.dtype.is_floating_point:

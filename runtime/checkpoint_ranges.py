@@ -56,16 +56,18 @@ def state_tensor(unit: FlatUnit, state: str) -> Tensor:
     return tensor
 
 
-def extents(unit: FlatUnit, state: str, *, everything: bool) -> Iterator[Extent]:
+def extents(unit: FlatUnit, state: str, tensor: Tensor, *, everything: bool) -> Iterator[Extent]:
     """What this rank keeps of a unit's state, in address order and in parts of at most `RANGE_NUMEL`.
 
     Parameters
     ----------
+    tensor
+        What holds the state: the unit's own tensor, or a copy of this rank's slices.
     everything
         The whole unit, which a rank must hold; otherwise the rank's slices, which is all where states are sharded, and
         this rank's share of the work where they are replicated.
     """
-    layout, tensor = unit.layout, state_tensor(unit, state)
+    layout = unit.layout
     whole, dtype = tensor.numel() == layout.padded_numel, NAMES[tensor.dtype]
     if everything:
         assert whole, f"this rank holds a slice of unit {unit.name}"

@@ -78,7 +78,7 @@ class Checkpoint:
             os.close(fd)
         self.files.clear()
 
-    # --- opening -------------------------------------------------------------------------------------------------------
+    # --- opening -----------------------------------------------------------------------------------------------------
 
     def _index(self, record: FileRecord) -> RankIndex:
         path = self.folder / record.index
@@ -131,7 +131,7 @@ class Checkpoint:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise Damaged(f"`{self.folder}` does not cover its parameters: {', '.join(wrong[:NAMED])}{more}", OTHER)
 
-    # --- reading ---------------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, state: str, name: str, start: int, end: int) -> Iterator[tuple[int, Values]]:
         """Elements `[start, end)` in parts: (first element, values). A part is valid until the next is asked for."""

@@ -20,7 +20,7 @@ from zplan.runtime.decoder import Decoder
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """States of the generators of this rank: Python's, NumPy's old one where NumPy is loaded, torch's on host and device."""
+    """States of this rank's generators: Python's, NumPy's old one where NumPy is loaded, torch's on host and device."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
         "python": [version, list(numbers), gauss],

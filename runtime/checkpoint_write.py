@@ -1,7 +1,7 @@
 """One rank's part of a save: its ranges into a safetensors file and an index, both on the disk when done.
 
-crc32 and writing overlap: one thread writes what the other has just summed. Memory beside the states is two ranges when they lie
-on a GPU, and nothing on the CPU.
+crc32 and writing overlap: one thread writes what the other has just summed. Memory beside the states is two ranges
+when they lie on a GPU, and nothing on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from torch import Tensor
 
 from zplan.planner.errors import ZplanError
 from zplan.runtime.checkpoint_folder import PROBE, sync_folder, unwritable, write_synced
-from zplan.runtime.checkpoint_format import DataFile, FileRecord, Range, RankIndex, Stored, rank_files, safetensors_header
+from zplan.runtime.checkpoint_format import (
+    DataFile,
+    FileRecord,
+    Range,
+    RankIndex,
+    Stored,
+    rank_files,
+    safetensors_header,
+)
 
 Source = tuple[Range, Tensor]
 """A range and its values: 1D, contiguous, on any device."""
@@ -32,7 +40,7 @@ AHEAD = 2
 
 
 def check_shared(partial: Path, needed_bytes: int) -> None:
-    """Refuse before any byte is written: a folder that this rank does not share with rank 0, or a disk too small for all."""
+    """Refuse before a byte is written: a folder that rank 0 does not share, or a disk too small for all."""
     try:
         shared = (partial / PROBE).read_text() == partial.name
     except OSError:

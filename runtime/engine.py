@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ class Engine(nn.Module):
             raise ZplanError(
                 "the model has no parameters to train", "pass an nn.Module with some that require gradients"
             )
+        blocks = [sum(u.numel for u, _ in f.segments()) for f in found if f.unit.kind == "block"]
+        self.choice = replace(self.choice, ring_slots=training.slots(blocks))
         read_elsewhere = frozenset(name for f in found for name in f.reads)
         segments = [unit for f in found for unit, _ in f.segments()]
         placements = place_units(segments, self.choice, tied=read_elsewhere)
@@ -175,7 +178,13 @@ class Engine(nn.Module):
             self.sentinels.show()
             return loss
         self.hooks.look_for_uses(loss)
-        (loss if num_tokens is None else loss * num_tokens).backward(retain_graph=retain_graph)
+        total = loss if num_tokens is None else loss * num_tokens
+        if self.optimizer.scaler is None:
+            total.backward(retain_graph=retain_graph)
+        else:
+            # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32, since
+            # fp16 ends at 65,504.
+            total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
         self.sentinels.show()
         return loss
 
@@ -201,6 +210,8 @@ class Engine(nn.Module):
             return
         self.sentinels.hide()
         self.hooks.phase("step")
+        if self.optimizer.scaler is not None:
+            self.optimizer.scaler.check(self.global_steps)
         if self.scheduler is not None:
             self.scheduler.before_step()
         self.optimizer.measure(self.collectives)
@@ -214,6 +225,8 @@ class Engine(nn.Module):
         self.hooks.open_early()
         if self.scheduler is not None:
             self.scheduler.count()
+        if self.optimizer.scaler is not None:
+            self.optimizer.scaler.update(self.optimizer.scalars.skip)
         self.optimizer.finish()
         self.reducer.drop()
         self.global_steps += 1
@@ -310,7 +323,7 @@ class Engine(nn.Module):
         *,
         overwrite: bool = False,
         keep: int | None = None,
-        background: bool = False,
+        background: bool | None = None,
     ) -> Path:
         """Write a checkpoint between two steps. Every rank must call it.
 
@@ -325,8 +338,9 @@ class Engine(nn.Module):
         keep
             Delete all but the newest so many, after this one is safe.
         background
-            Return when the states are copied to the host, and write behind training. Costs 12 bytes of host memory per
-            element that this rank keeps. Errors are raised by the next save, by `wait_for_checkpoint` or by `close`.
+            Return when the states are copied to host memory, and write behind training; by default what the config's
+            `saving` says, which must have made room for it. Errors are raised by the next save, by
+            `wait_for_checkpoint` or by `close`.
 
         Returns
         -------
@@ -400,6 +414,7 @@ class Engine(nn.Module):
             if self in _ENGINES:
                 _ENGINES.remove(self)
             self.closed = True
+            self.checkpoints.close()
             self.mesh.close()
 
     def _alive(self) -> None:
@@ -421,6 +436,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
+        saving=training.saving,
     )
 
 

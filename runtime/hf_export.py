@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def contents(model: Mapping[str, Any], parameters: tuple[Parameter, ...]) -> tuple[dict[str, Any], list[Row]]:
-    """`config.json` and a row for every parameter, in the order given. Tied weights stand there once, under their first name.
+    """`config.json` and a row for every parameter, in the order given. Tied weights stand there once.
 
     Raises
     ------
@@ -46,10 +46,8 @@ def contents(model: Mapping[str, Any], parameters: tuple[Parameter, ...]) -> tup
     return hf_config(arch), rows
 
 
-def export_checkpoint(
-    checkpoint: Checkpoint, out: Path, *, dtype: Dtype, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write a model folder from the master weights of a checkpoint. Needs no GPU; memory is that of one tensor, twice."""
+def export_checkpoint(checkpoint: Checkpoint, out: Path, *, dtype: Dtype, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a model folder from a checkpoint's master weights. Needs no GPU; memory is that of one tensor, twice."""
     manifest = checkpoint.manifest
     config, rows = contents(manifest.model, manifest.parameters)
     with ModelFolder(out, config, rows, dtype=dtype, shard_bytes=shard_bytes) as folder:
@@ -74,7 +72,7 @@ def export_engine(engine: Engine, out: Path, *, shard_bytes: int = SHARD_BYTES) 
                 act()
             return ""
 
-        engine.checkpoints.all_say(act_or_not)
+        engine.checkpoints.meeting.all_say(act_or_not)
 
     def write(unit: FlatUnit) -> None:
         for p in unit.params:

@@ -1,7 +1,7 @@
-"""Writes a model folder as `transformers` reads it: sharded safetensors, their index, `config.json`. Whole or not at all.
+"""Writes a model folder as `transformers` reads it: sharded safetensors, index, `config.json`. Whole or not at all.
 
-Tensors are streamed in a known order, so that memory is that of one tensor, and the folder appears under its name when all
-of them are on the disk.
+Tensors are streamed in a known order, so that memory is that of one tensor, and the folder appears under its name when
+all of them are on the disk.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ModelFolder:
         assert values.numel() == prod(row.shape), f"{row.name}: {values.numel()} elements for {row.shape}"
         if not values.is_floating_point():
             raise ZplanError(
-                f"`{row.name}` has dtype {values.dtype}, and a model folder of {self.config['torch_dtype']} can't hold it",
+                f"`{row.name}` has dtype {values.dtype}, which a folder of {self.config['torch_dtype']} can't hold",
                 "export the model without quantised parameters",
             )
         if row.transposed:

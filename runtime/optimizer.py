@@ -22,6 +22,7 @@ from zplan.planner.states import NUM_SCALARS, norm_bytes, num_slices, table_byte
 from zplan.runtime.adamw import Hyper, KernelAdamW, Row, Scalars, TorchAdamW, clip_scalars
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
+from zplan.runtime.precision import LossScaler
 from zplan.runtime.unit import FlatUnit
 
 
@@ -44,6 +45,7 @@ class ShardedAdamW:
             }
         ]
         self.scalars = Scalars(arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0))
+        self.scaler = LossScaler(training.loss_scale, arena) if choice.precision == "fp16" else None
         placements = [u.placement for u in units]
         self.norms = arena.take("optim.norms", norm_bytes(placements, choice) // 4, torch.float32, fill=0.0)
         self.table: Tensor | None = None
@@ -112,6 +114,8 @@ class ShardedAdamW:
             self._settle(collectives, mean, limit)
         if self.weighted:
             s.scale.mul_(s.tokens)
+        if self.scaler is not None:
+            s.scale.mul_(self.scaler.scale)
         self.measured = True
 
     def _settle(self, collectives: Collectives, mean: float, clip: float) -> None:
@@ -123,6 +127,8 @@ class ShardedAdamW:
         if self.weighted:
             self._count(collectives)
             total.div_(s.tokens).div_(s.tokens)
+        if self.scaler is not None:
+            total.div_(self.scaler.scale).div_(self.scaler.scale)
         self.math.settle(total, s, mean=mean, clip=clip)
 
     def measure_again(self) -> None:

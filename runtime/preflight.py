@@ -92,6 +92,16 @@ def check_host_memory(world_size: int, peak_bytes: int, *, available: int, base:
         )
 
 
+def check_pinned_memory(ranks_here: int, pinned_bytes: int, *, available: int) -> None:
+    """Page-locked buffers of all ranks of this machine; `pinned_bytes` is the ledger's of one."""
+    need = ranks_here * pinned_bytes
+    if need > available:
+        raise ZplanError(
+            f"{ranks_here} ranks lock {format_small(need)} of host memory and {format_small(available)} is available",
+            'close other programs, or plan with `"saving": "foreground"` in the `zplan` block of the config',
+        )
+
+
 OUTSIDE = ("overhead.driver", "overhead.context", "overhead.kernels", "overhead.nccl")
 """Lines that lie beside the caching allocator."""
 

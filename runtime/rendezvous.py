@@ -1,6 +1,6 @@
 """Ranks agree through the store, never through a collective: a save may run beside training.
 
-The store is polled with short questions. A blocking wait would hold the connection that other threads of this process use.
+The store is polled with short questions. A blocking wait would hold the connection that other threads use.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from zplan.planner.errors import ZplanError
+from zplan.runtime.checkpoint_format import Damaged
 
 _instances = itertools.count()
 """Made in the same order on all ranks, so keys of two of them never meet."""
@@ -50,6 +52,22 @@ class Rendezvous:
             said = json.loads(store.get(self._key(self.sequence, "all")))
         self._forget(store, self.rank)
         return said
+
+    def all_say(self, act: Callable[[], str]) -> list[str]:
+        """Run `act` on every rank and return what each made of it; where one failed, all raise."""
+        try:
+            mine = {"text": act()}
+        except ZplanError as error:
+            mine = {"error": error.message, "hint": error.hint or "", "kind": type(error).__name__}
+        except Exception as error:
+            mine = {"error": repr(error), "hint": "", "kind": "ZplanError"}
+        said = [json.loads(x) for x in self.exchange(json.dumps(mine))]
+        for rank, s in enumerate(said):
+            if "error" in s:
+                kind = Damaged if s["kind"] == "Damaged" else ZplanError
+                where = f"rank {rank}: " if len(said) > 1 and rank else ""
+                raise kind(where + s["error"], s["hint"] or None)
+        return [s["text"] for s in said]
 
     def _key(self, sequence: int, who: int | str) -> str:
         return f"{self.prefix}/{sequence}/{who}"

@@ -29,7 +29,7 @@ MEASURED_STEPS = 2
 
 @dataclass(frozen=True)
 class Saving:
-    """Checkpoints of a run. `every` None saves at the end only; `keep` None keeps all; `resume` is `auto`, a tag or None."""
+    """Checkpoints of a run. `every` None: at the end only; `keep` None: all; `resume`: `auto`, a tag or None."""
 
     folder: Path
     every: int | None = None
@@ -133,10 +133,13 @@ def look(path: Path, *, world: int | None = None) -> tuple[Plan, int]:
         if plan.choice.device != "cpu":
             _say(f"no GPU here: {ranks} rank{'s' if ranks > 1 else ''} on the CPU over gloo")
         choice = replace(plan.choice, device="cpu", world_size=world or ranks)
-        peak = predict(plan.spec, choice).peak_bytes()
+        ledger = predict(plan.spec, choice)
+        peak = ledger.peak_bytes() + ledger.peak_bytes("pinned")
         preflight.check_host_memory(
             ranks, peak, available=preflight.available_host_bytes(), base=preflight.process_bytes()
         )
+    elif pinned := plan.ledger.peak_bytes("pinned"):
+        preflight.check_pinned_memory(min(ranks, gpus), pinned, available=preflight.available_host_bytes())
     return plan, gpus
 
 
@@ -214,5 +217,9 @@ def _tokenizer_folder(plan: Plan, asked: str | None) -> Path | None:
 def random_corpus(vocab: int, num_tokens: int, seed: int, folder: Path) -> Corpus:
     """Tokens that mean nothing, for measuring: memory does not depend on them."""
     path = folder / "tokens.uint32"
-    np.random.default_rng(seed).integers(0, vocab, num_tokens, dtype=np.uint32).tofile(path)
+    tokens = np.random.default_rng(seed).integers(0, vocab, num_tokens, dtype=np.uint32)
+    try:
+        tokens.tofile(path)
+    except OSError as error:  # numpy raises it without an errno when a disk is full.
+        raise ZplanError(f"`{path}` cannot be written: {error}", "set TMPDIR to another folder") from None
     return Corpus(path, "uint32", num_tokens, 1, 1)

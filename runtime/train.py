@@ -30,7 +30,6 @@ from zplan.runtime.preflight import check_device_memory, limit_device_memory
 from zplan.runtime.progress import Progress, StepRecord, memory_now
 from zplan.runtime.verify import Meter
 
-
 EVAL_BATCHES = 64
 """Most micro-batches per rank of one evaluation."""
 
@@ -92,7 +91,9 @@ def resume(engine: Engine, job: Job) -> None:
         path, state = engine.load_checkpoint(job.save_dir, job.resume)
     mine = data_identity(job)
     if path is not None and state != mine:
-        said = ", ".join(f"{k} {state.get(k, 'unknown')} there and {mine[k]} here" for k in mine if state.get(k) != mine[k])
+        said = ", ".join(
+            f"{k} {state.get(k, 'unknown')} there and {mine[k]} here" for k in mine if state.get(k) != mine[k]
+        )
         raise ZplanError(
             f"`{path}` stands in the middle of other data: {said}",
             "give the same --data and --seed; to train on other data, export and start with --weights",
@@ -228,7 +229,8 @@ class Run:
             total += float(engine(ids, labels))
         mean = mean_over_ranks(engine, f"eval/{engine.global_steps}", total / count)
         if engine.rank == 0:
-            say(f"step {engine.global_steps}: loss {mean:.4f} on {count * b.micro_batch * b.world_size:,} held-out sequences")
+            num = count * b.micro_batch * b.world_size
+            say(f"step {engine.global_steps}: loss {mean:.4f} on {num:,} held-out sequences")
 
 
 def mean_over_ranks(engine: Engine, key: str, value: float) -> float:

@@ -84,7 +84,11 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield f"params.ring.{u.placement.size_class}", u.slot.buffer
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
+    if engine.checkpoints.snapshot is not None:
+        yield "save.snapshot", engine.checkpoints.snapshot
     yield "optim.scalars", engine.optimizer.scalars.buffer
+    if engine.optimizer.scaler is not None:
+        yield "optim.loss_scale", engine.optimizer.scaler.buffer
     if engine.optimizer.table is not None:
         yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms
@@ -226,9 +230,10 @@ class Meter:
                 table = lines if key in expected or name in lines else stray
                 if name not in table or abs(row.difference) >= abs(table[name].difference):
                     table[name] = row
+        pinned = ledger.per_phase("pinned") if self.registry is not None else (0,) * len(ledger.phases)
         peaks = tuple(
-            Row("peak", phase, want, self.peaks[phase])
-            for phase, want in zip(ledger.phases, ledger.per_phase(), strict=True)
+            Row("peak", phase, want + beside, self.peaks[phase])
+            for phase, want, beside in zip(ledger.phases, ledger.per_phase(), pinned, strict=True)
             if phase in self.peaks
         )
         return Comparison(tuple(lines.values()), peaks, tuple(r for r in stray.values() if r.measured))
@@ -238,7 +243,8 @@ def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tup
     """What must be alive between phase `at` and the next, keyed as `Meter._snapshot` keys it."""
     out: Counter[tuple[str, str]] = Counter()
     for line in ledger.lines:
-        if line.tier != "device" or (line.kind == "overhead" and line.id not in WORKSPACES):
+        # On the CPU host memory is where everything lies.
+        if line.tier not in (("device", "pinned") if by_birth else ("device",)) or (line.kind == "overhead" and line.id not in WORKSPACES):
             continue
         for span in line.spans:
             if _crosses(line, span, at, turn):

@@ -48,7 +48,7 @@ def only_old_one_is_left(root: Path) -> None:
     assert cf.tags(root) == ["good"] and cf.latest_tag(root) == "good" and not faults(root / "good")
 
 
-# --- saving --------------------------------------------------------------------------------------------------------------
+# --- saving ----------------------------------------------------------------------------------------------------------
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,16 +65,20 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_disk_that_fills_up_is_named_and_leaves_the_old_one(engine, tmp_path, monkeypatch, background):
+def test_a_disk_that_fills_up_is_named_and_leaves_the_old_one(tmp_path, monkeypatch, background):
+    config = w.config(0, saving="background" if background else "foreground")
+    engine, *_ = initialize(model=w.build(w.LLAMA), config=config, init=w.fill)
     engine.save_checkpoint(tmp_path, "good")
+    engine.wait_for_checkpoint()
     full_disk(monkeypatch)
     with pytest.raises(ZplanError, match=r"rank00000.safetensors` can't be written: No space left") as caught:
-        engine.save_checkpoint(tmp_path, "bad", background=background)
+        engine.save_checkpoint(tmp_path, "bad")
         engine.wait_for_checkpoint()
     assert "earlier checkpoints are untouched" in caught.value.hint
     only_old_one_is_left(tmp_path)
     monkeypatch.undo()
     engine.save_checkpoint(tmp_path, "next")
+    engine.close()
     assert cf.latest_tag(tmp_path) == "next" and not [p for p in tmp_path.iterdir() if p.name.startswith(cf.PARTIAL)]
 
 
@@ -178,6 +182,12 @@ def test_a_tag_that_exists(engine, tmp_path):
     assert engine.load_checkpoint(tmp_path)[1] == {"a": 2}
 
 
+def test_the_background_needs_a_plan_for_it(engine, tmp_path):
+    with pytest.raises(ZplanError, match="room for a copy of the states") as caught:
+        engine.save_checkpoint(tmp_path, background=True)
+    assert '"saving": "background"' in caught.value.hint and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("tag", ["", ".x", "a/b", "latest", "..", "x" * 201])
 def test_a_tag_that_is_no_folder_name(engine, tmp_path, tag):
     if tag:
@@ -253,7 +263,7 @@ def _nothing() -> Any:
     return nullcontext()
 
 
-# --- loading -------------------------------------------------------------------------------------------------------------
+# --- loading ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -298,7 +308,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing manifest": (lambda f: (f / MANIFEST).unlink(), r"is no checkpoint: it has no `manifest.json`"),
     "a short data file": (
         lambda f: os.truncate(f / "rank00000.safetensors", 1000),
-        r"rank00000.safetensors` has 1,000 bytes and the manifest says",
+        r"rank00000.safetensors` has 1,000 bytes and its index says",
     ),
     "a file too few": (
         lambda f: rewrite(f / MANIFEST, files=[]),
@@ -375,6 +385,17 @@ def test_another_model_is_refused_before_anything_is_overwritten(engine, two):
         other.load_checkpoint(two)
     assert torch.equal(other.units[0].flat, before)
     other.close()
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_a_deepspeed_folder_is_called_by_its_name(engine, tmp_path, name):
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "global_step5" / name).write_bytes(b"x")
+    (tmp_path / "latest").write_text("global_step5")
+    for call in ({}, {"tag": "global_step5"}, {"resume": "auto"}):
+        with pytest.raises(ZplanError, match=f"is a DeepSpeed checkpoint .`{name}`.*not built yet") as caught:
+            engine.load_checkpoint(tmp_path, **call)
+        assert "zero_to_fp32.py" in caught.value.hint
 
 
 def test_a_manifest_round_trips(two):

@@ -1,4 +1,4 @@
-"""`zplan run` with checkpoints, weights, evaluation and export: what it refuses, and that a stop in between changes nothing."""
+"""`zplan run` with checkpoints, weights, evaluation and export: what it refuses, and that a stop changes nothing."""
 
 from __future__ import annotations
 
@@ -33,8 +33,17 @@ def plan_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     demo.write_inputs(folder)
     (folder / "alone").mkdir()
-    asked = {"seq": 128, "micro_batch": 8, "accumulation": 1, "config": demo.CONFIG, "precision": "fp32", "offline": True}
-    save_plan(make_plan(str(folder / "model"), gpus=1, mem=2, device="cpu", stage=2, **asked), folder / "alone" / "plan.json")
+    asked = {
+        "seq": 128,
+        "micro_batch": 8,
+        "accumulation": 1,
+        "config": demo.CONFIG,
+        "precision": "fp32",
+        "offline": True,
+    }
+    save_plan(
+        make_plan(str(folder / "model"), gpus=1, mem=2, device="cpu", stage=2, **asked), folder / "alone" / "plan.json"
+    )
     return folder
 
 
@@ -177,7 +186,9 @@ def test_weights_come_back(tmp_path, name, bare):
 
 def test_a_folder_of_another_model_is_refused(tmp_path):
     model_folder(w.LLAMA, tmp_path / "model")
-    with pytest.raises(ZplanError, match=r"`model.embed_tokens.weight` of .* is \(101, 64\) and the plan's .* \(50, 64\)"):
+    with pytest.raises(
+        ZplanError, match=r"`model.embed_tokens.weight` of .* is \(101, 64\) and the plan's .* \(50, 64\)"
+    ):
         ModelWeights(tmp_path / "model", replace(w.LLAMA, vocab=50))
     with pytest.raises(ZplanError, match=r"has no tensor `model.layers.3.input_layernorm.weight`"):
         ModelWeights(tmp_path / "model", w.LLAMA4)

@@ -38,7 +38,9 @@ def zplan(capsys, *words: object) -> tuple[int, str, str]:
 def test_list(saved, capsys):
     code, out, err = zplan(capsys, "list", saved / "a")
     lines = out.splitlines()
-    assert (code, err) == (0, "") and lines[0].split() == "tag step samples ranks stage precision GB written state".split()
+    assert (code, err) == (0, "") and lines[
+        0
+    ].split() == "tag step samples ranks stage precision GB written state".split()
     assert lines[1].split()[:8] == ["global_step2", "*", "2", "4", "1", "0", "fp32", "0.001"]
     assert lines[2].startswith("  global_step1") and all(x.endswith("complete") for x in lines[1:3])
     assert "* is what `latest` names." in out

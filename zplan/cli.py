@@ -82,6 +82,9 @@ def main(args: list[str] | None = None) -> None:
     except ZplanError as e:
         code = _complain(e.message, e.hint, 1 if type(e).__name__ == "DoesNotFit" else 2)
     except click.UsageError as e:
+        if isinstance(e, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click 8.2 on; before, help is no error.
+            print(e.format_message(), file=sys.stderr)  # noqa: T201
+            sys.exit(2)
         path = e.ctx.command_path if e.ctx else "zplan"
         code = _complain(_lower(e.format_message()), f"`{path} --help` shows the options", 2)
     except (KeyboardInterrupt, click.Abort):
@@ -129,7 +132,7 @@ QUESTION = (
     click.option("--micro-batch", type=int, metavar="N", help="Sequences per GPU and micro-step.  [default: 1]"),
     click.option("--global-batch", type=int, metavar="N", help="Sequences per optimizer step over all GPUs."),
     click.option("--seq", type=int, metavar="N", help="Tokens per sequence.  [default: 2048 or the model's limit]"),
-    click.option("--precision", metavar="TYPE", help="bf16 or fp32.  [default: bf16]"),
+    click.option("--precision", metavar="TYPE", help="bf16, fp16 or fp32.  [default: bf16]"),
     click.option("--checkpointing", metavar="HOW", help="none or full.  [default: none where it fits with room]"),
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),

@@ -20,7 +20,9 @@ def checkpoint() -> None:
     """List, verify, export and compare checkpoints. Needs no GPU."""
 
 
-@checkpoint.command("list", epilog="\b\nExamples:\n  zplan checkpoint list runs/a\n  zplan checkpoint list runs/a --json")
+@checkpoint.command(
+    "list", epilog="\b\nExamples:\n  zplan checkpoint list runs/a\n  zplan checkpoint list runs/a --json"
+)
 @FOLDER
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(folder: Path, *, as_json: bool) -> None:

@@ -1,0 +1,27 @@
+"""The line of a save behind training: a copy of the states in host memory, which is written while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zplan.planner.config import Choice
+from zplan.planner.ledger import Line
+from zplan.planner.placement import Placement
+from zplan.planner.states import FP32
+from zplan.planner.timeline import Timeline
+
+COPIED = 3
+"""States of a trained element: master weight and two moments."""
+
+
+def snapshot_numel(placements: Sequence[Placement]) -> int:
+    """fp32 elements of the copy: what this rank writes, which is one slice of each piece even where it holds everything."""
+    return COPIED * sum(p.layout.shard_numel for p in placements if not p.frozen)
+
+
+def saving_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """One pinned buffer from start to end, so that no save is the first to find that there is no room."""
+    if choice.saving == "foreground":
+        return []
+    note = "copy that a checkpoint is written from"
+    return [Line("save.snapshot", snapshot_numel(placements) * FP32, (time.always,), "buffers", "pinned", note=note)]
