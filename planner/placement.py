@@ -2,15 +2,16 @@
 
 [Note: resident and ringed] At stage 3 on several ranks, blocks of equal size share a ring of K slots and hold no 16-bit
 copy between uses (*ringed*). Every other unit (embedding, final norm, head, a size class with no more than K units, and
-anything tied) is *resident*: its flat buffer in the compute dtype is always there. At stages 0 to 2 all units are resident.
-On one rank nothing is sharded, whatever the stage.
+anything tied) is *resident*: its flat buffer in the compute dtype is always there. At stages 0 to 2 all units are
+resident. On one rank nothing is sharded, whatever the stage.
 
 [Note: masters] In bf16 a rank keeps fp32 master weights of its slices. In fp32 the resident flat buffer's own slices
 *are* the master weights; only a ringed unit keeps them apart, since its slot holds other blocks in between.
 
-[Note: frozen] Frozen parameters are units of their own beside the trainable ones of the same module: no master, no moments,
-no gradient. A ringed one is cast from a shard in its own dtype (the compute dtype), so at stage 3 a frozen base costs 2P/N
-in bf16. A resident one (stages 0 to 2, embedding, head, integers) is whole on every rank and never gathered again.
+[Note: frozen] Frozen parameters are units of their own beside the trainable ones of the same module: no master, no
+moments, no gradient. A ringed one is cast from a shard in its own dtype (the compute dtype), so at stage 3 a frozen
+base costs 2P/N in bf16. A resident one (stages 0 to 2, embedding, head, integers) is whole on every rank and never
+gathered again.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _lay_out_all(units: Sequence[Unit], choice: Choice) -> list[UnitLayout]:
 
 
 def _size_classes(units: Sequence[Unit], layouts: Sequence[UnitLayout]) -> list[str]:
-    """A block's class is `block` for the first size met, `block2` for the next, `frozen`, `frozen2`, ... where it is frozen.
+    """A block's class is `block` for the first size met, `block2` for the next; where frozen `frozen`, `frozen2`.
 
     Other units are classes of their own.
     """

@@ -50,7 +50,7 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
 
 
 def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[int, int]) -> list[Line]:
-    """Frozen parameters: shards where they are ringed, and whole buffers that every rank holds alike. See [Note: frozen]."""
+    """Frozen parameters: shards where ringed, and whole buffers that every rank holds alike. See [Note: frozen]."""
     shards = [(p, p.buffer_bytes(choice) // choice.world_size, always) for p in placements if p.has_shard]
     whole = [(p, p.buffer_bytes(choice), always) for p in placements if not p.ringed]
     note = ""
@@ -93,7 +93,7 @@ def table_bytes(placements: Sequence[Placement], choice: Choice) -> int:
 def norm_chunk(device: str, numel: int) -> int:
     """Elements of one partial norm.
 
-    A GPU reduces a whole slice as a tree. The CPU kernel adds along lanes and is off by 1e-4 at 3e6 elements, so there it is
-    given short stretches.
+    A GPU reduces a whole slice as a tree. The CPU kernel adds along lanes and is off by 1e-4 at 3e6 elements, so there
+    it is given short stretches.
     """
     return 16384 if device == "cpu" else max(1, numel)

@@ -1,13 +1,13 @@
 """Which calls of units still wait for their backward, and the order in which a training pass makes them.
 
-[Note: time] Autograd runs the nodes that are ready in the reverse of the order in which they were made. So when the gradient
-of a call's output is there, everything that was made after that output has run: every call that began later has ended its
-backward, whether all of its parameters were used or none. That closes a unit whose parameters got no gradient, and a frozen one,
-without waiting for the end of backward.
+[Note: time] Autograd runs the nodes that are ready in the reverse of the order in which they were made. So when the
+gradient of a call's output is there, everything that was made after that output has run: every call that began later
+has ended its backward, whether all of its parameters were used or none. That closes a unit whose parameters got no
+gradient, and a frozen one, without waiting for the end of backward.
 
-[Note: hidden calls] Reentrant checkpointing runs a module under `no_grad` inside a training pass and again in backward. Such a
-call has no output to hook; its backward begins at the forward of the recompute, and the time of that is known to be past only for
-calls that have begun.
+[Note: hidden calls] Reentrant checkpointing runs a module under `no_grad` inside a training pass and again in backward.
+Such a call has no output to hook; its backward begins at the forward of the recompute, and the time of that is known to
+be past only for calls that have begun.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Calls:
 class Schedule:
     """The order of calls in a training pass: guessed from the module tree at first, then as the first pass ran.
 
-    Collectives follow the schedule and not the calls: where a rank skips a unit, it goes through the unit's gathers and reduces
-    all the same when it reaches the next one, so that ranks which route differently stay together.
+    Collectives follow the schedule and not the calls: where a rank skips a unit, it goes through the unit's gathers and
+    reduces all the same when it reaches the next one, so that ranks which route differently stay together.
 
     Parameters
     ----------
@@ -185,7 +185,8 @@ class Schedule:
                 if not _is_subsequence(ran, self.order):
                     odd = next(i for i, name in enumerate(ran) if not _is_subsequence(ran[: i + 1], self.order))
                     raise ZplanError(
-                        f"ranks ran units in different orders in the first step: rank {other} ran `{ran[odd]}` as number {odd}",
+                        "ranks ran units in different orders in the first step: "
+                        f"rank {other} ran `{ran[odd]}` as number {odd}",
                         "every rank must run the same modules in the same order; skipping some is fine",
                     )
         elif not _is_subsequence(mine, self.order):

@@ -35,8 +35,8 @@ class Collectives:
     mesh
         Groups and rank.
     checked
-        Compare `(sequence, kind, unit)` across ranks before each collective, through the store, so that a rank that runs
-        another order gets an error instead of a hang.
+        Compare `(sequence, kind, unit)` across ranks before each collective, through the store, so that a rank that
+        runs another order gets an error instead of a hang.
     """
 
     def __init__(self, mesh: Mesh, *, checked: bool) -> None:

@@ -1,4 +1,4 @@
-"""Finds the units of a module tree: the blocks of its module lists, or what the user names, and what lies around them."""
+"""Finds the units of a module tree: the blocks of its module lists, or what users name, and what lies around them."""
 
 from __future__ import annotations
 
@@ -51,12 +51,14 @@ def find_units(model: nn.Module, *, units: Sequence[str] | None = None, resident
         Any module tree.
     units
         Patterns of module names (`model.layers.*`; `*` does not match a dot). The modules they name are the blocks. By
-        default these are the children of every module list that is in no other one and holds at least `LIST_SHARE` of the
-        parameters. Every other child that holds parameters is a unit of its own; parameters that hang directly on a module
-        around the blocks form a unit with that module.
+        default these are the children of every module list that is in no other one and holds at least `LIST_SHARE` of
+        the parameters. Every other child that holds parameters is a unit of its own; parameters that hang directly on a
+        module around the blocks form a unit with that module.
     resident
         Patterns of unit names that are never put in the ring.
     """
+    for name, p in model.named_parameters():
+        _check(name, p)
     blocks = _named_blocks(model, units) if units is not None else _listed_blocks(model)
     owner: dict[nn.Parameter, str] = {}
     found: list[Found] = []
@@ -83,7 +85,6 @@ def _own(
     frozen: dict[str, list[tuple[str, nn.Parameter]]] = {}
     reads: dict[str, None] = {}
     for pname, p in params:
-        _check(pname, p)
         if p in owner:
             if owner[p].partition(":")[0] != name:
                 reads[owner[p]] = None
@@ -114,9 +115,14 @@ def _check(name: str, p: nn.Parameter) -> None:
             f"parameter `{name}` is a `{type(p).__name__}`: parameters of a class of their own are not built yet",
             "load the model without quantization, and run lazy modules once before `zplan.initialize`",
         )
+    if p.is_complex():
+        raise ZplanError(
+            f"parameter `{name}` is complex ({p.dtype}), which flat buffers can't hold", "store real parts"
+        )
 
 
-# --- which modules are blocks -------------------------------------------------------------------------------------------
+# --- which modules are blocks
+# -------------------------------------------------------------------------------------------
 
 
 def _listed_blocks(model: nn.Module) -> dict[str, nn.Module]:

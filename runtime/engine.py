@@ -146,7 +146,7 @@ class Engine(nn.Module):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
-        """Backward of one micro-step. Averaging over ranks and micro-steps happens in the step; `loss` is returned as it is.
+        """Backward of one micro-step. The step averages over ranks and micro-steps; `loss` is returned as it is.
 
         A micro-step is whatever runs between forwards: several calls after one forward add up. To add up over several
         forwards, put all but the last backward in `no_sync()`.
@@ -156,9 +156,9 @@ class Engine(nn.Module):
         loss
             Mean loss of the micro-batch.
         num_tokens
-            What that mean was taken over, on this rank. The step then divides by the tokens of all ranks and micro-steps, so
-            that each token weighs the same. Every backward of a step must say it, or none. With 0 there is no backward, and
-            the rank contributes zeros.
+            What that mean was taken over, on this rank. The step then divides by the tokens of all ranks and
+            micro-steps, so that each token weighs the same. Every backward of a step must say it, or none. With 0 there
+            is no backward, and the rank contributes zeros.
         retain_graph
             Keep the graph for another backward of the same forward.
         """
@@ -167,8 +167,8 @@ class Engine(nn.Module):
             raise ZplanError(
                 f"`backward` was called {self.reducer.micro_step + 1} times for gradient_accumulation_steps "
                 f"{self.choice.accumulation}",
-                "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls of a "
-                "micro-step but the last in `with engine.no_sync():`",
+                "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls "
+                "of a micro-step but the last in `with engine.no_sync():`",
             )
         self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
         self.sentinels.hide()
@@ -190,10 +190,10 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward calls inside do not end their micro-step: their gradients are added to those of the next one outside.
+        """Backward calls inside do not end their micro-step: gradients are added to those of the next one outside.
 
-        They are summed and not averaged, as in DDP. Nothing is sent at stages 0 and 1 with accumulation; elsewhere each adds to
-        the shard.
+        They are summed and not averaged, as in DDP. Nothing is sent at stages 0 and 1 with accumulation; elsewhere each
+        adds to the shard.
         """
         self.reducer.held = True
         try:
@@ -236,7 +236,7 @@ class Engine(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip this step's gradients to a global L2 norm, instead of what the config says, and return the norm before that.
+        """Clip this step's gradients to a global L2 norm, instead of the config's, and return the norm before that.
 
         Returns
         -------
@@ -269,7 +269,9 @@ class Engine(nn.Module):
             return
         self.hooks.phase("check")
         # The last scalar is scratch, the norms before reduction differ by rank.
-        self.collectives.same_everywhere(checksum(self.optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale")
+        self.collectives.same_everywhere(
+            checksum(self.optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale"
+        )
         if self.choice.stage == 0:
             for u in self.units:
                 self.collectives.same_everywhere(checksum(u.buffer), f"unit `{u.name}`")
@@ -292,8 +294,8 @@ class Engine(nn.Module):
         grads, optim
             Give whole gradients and moments too, as fp32 tensors by parameter name.
         write
-            Keep what is written to any of these: every rank must write the same values. Without it changed parameters are
-            an error.
+            Keep what is written to any of these: every rank must write the same values. Without it changed parameters
+            are an error.
         timeout_s
             How long to wait for the other ranks before saying which is missing.
         """
@@ -369,8 +371,8 @@ class Engine(nn.Module):
         tag
             Which one; by default `resume` decides.
         resume
-            `latest`: what the file of that name names; that there is none is an error. `auto`: the newest checkpoint that is
-            whole, saying which were skipped and why; a fresh start only where there is none at all.
+            `latest`: what the file of that name names; that there is none is an error. `auto`: the newest checkpoint
+            that is whole, saying which were skipped and why; a fresh start only where there is none at all.
         weights_only
             Leave moments, counters and random states as they are.
 
@@ -457,8 +459,8 @@ def initialize(
     model
         Any module, on the CPU, a GPU or the meta device. Its parameters are cut up one unit at a time.
     config
-        A `Plan`, the path of a plan or of a DeepSpeed config, or such a config as a mapping. Under `zplan run` it may be
-        left out.
+        A `Plan`, the path of a plan or of a DeepSpeed config, or such a config as a mapping. Under `zplan run` it may
+        be left out.
     training_data
         A map-style dataset; the third value returned is then a loader that gives each rank its own micro-batches.
     init
@@ -470,10 +472,11 @@ def initialize(
     checked
         Checked mode; by default what `ZPLAN_CHECK` says.
     units
-        Patterns of module names (`model.layers.*`) that are gathered as one unit each, instead of those found by default;
-        `zplan trace --units` prints them.
+        Patterns of module names (`model.layers.*`) that are gathered as one unit each, instead of those found by
+        default; `zplan trace --units` prints them.
     resident
-        Patterns of unit names that stage 3 keeps whole, since they are read outside their own forward or in a changing order.
+        Patterns of unit names that stage 3 keeps whole, since they are read outside their own forward or in a changing
+        order.
 
     Returns
     -------

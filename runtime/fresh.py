@@ -33,7 +33,7 @@ class Fresh:
                 self._find_rules(child, rule)
 
     def reset(self, f: Found) -> None:
-        """Make a unit's meta parameters real, in fp32, and fill them: leaves first, then rules of the modules around them."""
+        """Make a unit's meta parameters real, in fp32, and fill them: leaves first, then the modules around them."""
         mine = {q for _, params in f.segments() for q in params}
         touched: set[nn.Module] = set()
         with self._seeded(f.unit.name):

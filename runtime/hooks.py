@@ -1,13 +1,13 @@
 """Watches a module run and tells gatherer and reducer what is needed next. The only place that registers hooks.
 
-[Note: windows] A unit can be read from the pre-forward of its module to its post-forward, and in backward from the gradient
-of its output, or the pre-forward of its recompute if that comes first. Its gradients are reduced when the last of them
-has landed, or, where some parameter got none, when the backward of its module is over (see [Note: time] in calls.py). Frozen
-parameters, which backward needs for the gradient of the input alone, stay until then too. Recompute is told from autograd's own
-state: a graph task is running.
+[Note: windows] A unit can be read from the pre-forward of its module to its post-forward, and in backward from the
+gradient of its output, or the pre-forward of its recompute if that comes first. Its gradients are reduced when the last
+of them has landed, or, where some parameter got none, when the backward of its module is over (see [Note: time] in
+calls.py). Frozen parameters, which backward needs for the gradient of the input alone, stay until then too. Recompute
+is told from autograd's own state: a graph task is running.
 
-[Note: schedule] The order of units is fixed by the first training forward. Later ones are held to it, and prefetch follows
-it: the next unit in forward, the one before in backward. Under `no_grad` units gather on demand.
+[Note: schedule] The order of units is fixed by the first training forward. Later ones are held to it, and prefetch
+follows it: the next unit in forward, the one before in backward. Under `no_grad` units gather on demand.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Hooks:
                 self.gatherer.need(unit)
 
     def look_for_uses(self, loss: Tensor) -> None:
-        """Before the first backward: learn which units are read outside their modules, and refuse where they can't be."""
+        """Before the first backward: learn which units are read outside their modules; refuse where that fails."""
         spans, self.spans = self.spans, None
         if spans is None or not loss.requires_grad:
             return
@@ -155,9 +155,10 @@ class Hooks:
         for param, unit in outside.items():
             if unit.slot is not None:
                 raise ZplanError(
-                    f"parameter `{param}` is used outside the forward of its unit `{unit.name}`, where stage 3 has not gathered it",
-                    f'pass `resident=["{unit.name}"]` (or a pattern such as `layers.*`) to `zplan.initialize`; for an L2 term '
-                    "use `weight_decay`",
+                    f"parameter `{param}` is used outside the forward of its unit `{unit.name}`, "
+                    "where stage 3 has not gathered it",
+                    f'pass `resident=["{unit.name}"]` (or a pattern such as `layers.*`) to `zplan.initialize`; '
+                    "for an L2 term use `weight_decay`",
                 )
         self.early = self.deferred = set(outside.values())
         self.order_reduces()
@@ -305,7 +306,7 @@ class Hooks:
         return all(self.calls.over(name) for name in self.users[unit.name])
 
     def _close_spent(self, position: int) -> None:
-        """Reduce, in their order, units after a position whose backward is over though some parameter got no gradient."""
+        """Reduce, in order, units after a position whose backward is over though some parameter got no gradient."""
         while True:
             unit = self.reducer.awaited
             if unit is None or unit in self.deferred or not self._over(unit):
@@ -318,9 +319,9 @@ class Hooks:
         self._join_task()
         if self.reducer.reduced(unit):
             raise ZplanError(
-                f"parameter `{unit.layout.entries[index].name}` got a gradient after its unit had been reduced: it is used outside "
-                "the forward of its module",
-                "call `engine.backward(loss)`, which looks for such uses in the first step, instead of `loss.backward()`",
+                f"parameter `{unit.layout.entries[index].name}` got a gradient after its unit had been reduced: "
+                "it is used outside the forward of its module",
+                "call `engine.backward(loss)`, which looks for such uses in the first step, and not `loss.backward()`",
             )
         unit.landed.add(index)
         if len(unit.landed) < len(unit.params) or unit in self.deferred:

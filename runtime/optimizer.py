@@ -140,11 +140,12 @@ class ShardedAdamW:
             self.measured = False
 
     def mean(self, collectives: Collectives) -> float | Tensor:
-        """What turns the sums over ranks and micro-steps into a mean: a number, or a 0-dim tensor where tokens are counted."""
-        if not self.weighted:
-            return 1.0 / (self.choice.world_size * self.choice.accumulation)
-        self._count(collectives)
-        return self.scalars.tokens.reciprocal()
+        """What turns sums over ranks and micro-steps into a mean of the true loss: a number, or a 0-dim tensor."""
+        mean: float | Tensor = 1.0 / (self.choice.world_size * self.choice.accumulation)
+        if self.weighted:
+            self._count(collectives)
+            mean = self.scalars.tokens.reciprocal()
+        return mean if self.scaler is None else mean / self.scaler.scale
 
     def _count(self, collectives: Collectives) -> None:
         """Sum the tokens over ranks, once in a step."""
@@ -153,7 +154,7 @@ class ShardedAdamW:
         self.counted = True
 
     def slices(self, u: FlatUnit, state: str) -> list[Tensor]:
-        """This rank's slices of `grad`, `exp_avg` or `exp_avg_sq`: one for each piece, or one for all where nothing is sharded."""
+        """This rank's slices of `grad`, `exp_avg` or `exp_avg_sq`, one for each of `_pieces`."""
         pieces = self._pieces(u)
         if state == "grad":
             return [self._grad(u, piece) for piece in pieces]

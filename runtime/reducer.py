@@ -1,12 +1,13 @@
 """Takes a unit's gradients as they land, sums them over ranks and keeps what this rank needs.
 
-[Note: late gradients] With accumulation 1 a unit's fp32 gradient exists only from its reduce to the step, while activations
-shrink. With more it persists, and the first micro-step overwrites what the last step left. Reduces are issued strictly in the
-order of the units (last unit first), whatever order gradients land in, so that ranks can't disagree.
+[Note: late gradients] With accumulation 1 a unit's fp32 gradient exists only from its reduce to the step, while
+activations shrink. With more it persists, and the first micro-step overwrites what the last step left. Reduces are
+issued strictly in the order of the units (last unit first), whatever order gradients land in, so that ranks can't
+disagree.
 
-[Note: retained gradients] Copying into the slot and reducing both happen on the reduce stream, so compute never waits for a slot
-and one slot is enough. The compute-dtype gradients that the copies read are therefore held until the next unit's land,
-when compute waits for copies that are long done, and only then are they freed.
+[Note: retained gradients] Copying into the slot and reducing both happen on the reduce stream, so compute never waits
+for a slot and one slot is enough. The compute-dtype gradients that the copies read are therefore held until the next
+unit's land, when compute waits for copies that are long done, and only then are they freed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zplan.runtime.unit import FlatUnit
 
 
 class Reducer:
-    """Gradient accumulation and reduction of one engine. Owns the reduce slots and, through the units, the gradients."""
+    """Gradient accumulation and reduction of one engine. Owns reduce slots and, through the units, gradients."""
 
     def __init__(
         self, units: list[FlatUnit], choice: Choice, arena: Arena, collectives: Collectives, streams: Streams
@@ -51,7 +52,7 @@ class Reducer:
         self.forwarded = False
         """A forward has run since the last backward."""
         self.held = False
-        """More backward calls of this micro-step follow (`no_sync`): add up, and sum over ranks only where nothing else will do."""
+        """More backward calls of this micro-step follow (`no_sync`): whole gradients wait for the sum over ranks."""
         if choice.accumulation > 1:
             for u in units:
                 self._take_grad(u)
@@ -167,7 +168,8 @@ class Reducer:
     def _reduce_in_place(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor) -> None:
         """Accumulate whole gradients; in the last micro-step sum them over ranks where there are any.
 
-        Gradients that come after that sum are added to it on the rank that owns a slice (rank 0 at stage 0), and summed again.
+        Gradients that come after that sum are added to it on the rank that owns a slice (rank 0 at stage 0), and summed
+        again.
         """
         if unit.summed:
             self._keep_one_copy(unit, grad)

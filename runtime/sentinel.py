@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zplan.planner.errors import ZplanError
@@ -28,8 +27,8 @@ class ReducedGradient(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ZplanError(
             "`p.grad` was read after backward: gradients are summed over ranks and kept flat, each rank its part",
-            "clip with `engine.clip_grad_norm_(max_norm)`; read them in `with zplan.summon(model, grads=True) as whole: "
-            "whole.grads[name]`",
+            "clip with `engine.clip_grad_norm_(max_norm)`; read them in "
+            "`with zplan.summon(model, grads=True) as whole: whole.grads[name]`",
         )
 
 

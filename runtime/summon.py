@@ -38,7 +38,8 @@ class Whole:
 class Summoned:
     """Context in which a module's parameters are whole.
 
-    Costs one compute-dtype copy of each ringed unit touched, and an fp32 copy of every unit for gradients and for each moment.
+    Costs one compute-dtype copy of each ringed unit touched, and an fp32 copy of every unit for gradients and for each
+    moment.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class Summoned:
             raise ZplanError("`summon` inside backward", "summon between steps")
         if "grad" in self.asked and not engine.is_gradient_accumulation_boundary():
             raise ZplanError(
-                f"`summon(grads=True)` after {engine.reducer.micro_step} of {engine.choice.accumulation} micro-steps: there are "
-                "no whole gradients",
+                f"`summon(grads=True)` after {engine.reducer.micro_step} of {engine.choice.accumulation} micro-steps: "
+                "there are no whole gradients",
                 "enter it between the last backward of a step and `engine.step()`",
             )
         names = ", ".join(u.name for u in self.units)
@@ -126,7 +127,9 @@ class Summoned:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        touched = [u.name for i, u in enumerate(self.units) if not self.write and checksum(self._values(i)) != self.sums[i]]
+        touched = [
+            u.name for i, u in enumerate(self.units) if not self.write and checksum(self._values(i)) != self.sums[i]
+        ]
         with torch.no_grad():
             for i, u in enumerate(self.units):
                 if self.write:
@@ -160,7 +163,8 @@ class Summoned:
     def _take_in(self, i: int) -> None:
         """Make what was written the truth: masters where they are apart, and stale slots forgotten.
 
-        An element that nobody wrote keeps its full fp32 master: only where the compute-dtype value changed is the master replaced.
+        An element that nobody wrote keeps its full fp32 master: only where the compute-dtype value changed is the
+        master replaced.
         """
         u, engine = self.units[i], self.engine
         values = self._values(i)

@@ -1,8 +1,9 @@
 """One flat unit on one rank: its buffers, its parameters as views, and whether they are there.
 
-[Note: placeholder] A parameter shows its values only while they are whole. At other times (a ringed unit between uses, any
-sharded unit between the optimizer step and the gather that follows) its `.data` is a NaN scalar of its own, expanded to the
-true shape: a stray read is loud and is never another block's weights. Shape, dtype and identity of the parameter never change.
+[Note: placeholder] A parameter shows its values only while they are whole. At other times (a ringed unit between uses,
+any sharded unit between the optimizer step and the gather that follows) its `.data` is a NaN scalar of its own,
+expanded to the true shape: a stray read is loud and is never another block's weights. Shape, dtype and identity of the
+parameter never change.
 """
 
 from __future__ import annotations

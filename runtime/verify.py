@@ -26,6 +26,7 @@ from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 from zplan.runtime.sentinel import ReducedGradient
+from zplan.runtime.unit import FlatUnit
 
 ACTIVATIONS = "act"
 """Name under which the walk puts what no owner holds."""
@@ -77,26 +78,10 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """(line id, tensor) of everything that the engine's objects hold right now."""
     seen_slots: set[int] = set()
     for u in engine.units:
-        name = u.placement.size_class
-        for p in u.params:
-            if p.grad is not None and not isinstance(p.grad, ReducedGradient):
-                yield f"grads.{name}", p.grad
-        for attribute in ("master", "exp_avg", "exp_avg_sq"):
-            tensor = getattr(u, attribute)
-            if tensor is not None:
-                yield f"optim.{attribute}.{name}", tensor
-        if u.flat is not None:
-            yield f"params.{'frozen.whole' if u.placement.frozen else 'flat'}.{name}", u.flat
-        if u.shard is not None:
-            yield f"params.frozen.shard.{name}", u.shard
+        yield from _unit_tensors(u, sharded_grads=engine.world_size > 1 and engine.choice.stage > 1)
         if u.slot is not None and id(u.slot) not in seen_slots:
             seen_slots.add(id(u.slot))
-            yield f"params.ring.{name}", u.slot.buffer
-        if u.grad is not None:
-            full = u.grad.numel() == u.layout.padded_numel and not (engine.world_size > 1 and engine.choice.stage > 1)
-            yield f"grads.{'full' if full else 'shard'}.{name}", u.grad
-        for nan in u.placeholders:
-            yield "params.placeholder", nan
+            yield f"params.ring.{u.placement.size_class}", u.slot.buffer
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
     if engine.checkpoints.snapshot is not None:
@@ -109,6 +94,27 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     yield "optim.norms", engine.optimizer.norms
     if engine.reducer.slot is not None:
         yield "grads.slot", engine.reducer.slot
+
+
+def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Tensor]]:
+    """(line id, tensor) of what one unit holds, its ring slot left out."""
+    name = u.placement.size_class
+    for p in u.params:
+        if p.grad is not None and not isinstance(p.grad, ReducedGradient):
+            yield f"grads.{name}", p.grad
+    for attribute in ("master", "exp_avg", "exp_avg_sq"):
+        tensor = getattr(u, attribute)
+        if tensor is not None:
+            yield f"optim.{attribute}.{name}", tensor
+    if u.flat is not None:
+        yield f"params.{'frozen.whole' if u.placement.frozen else 'flat'}.{name}", u.flat
+    if u.shard is not None:
+        yield f"params.frozen.shard.{name}", u.shard
+    if u.grad is not None:
+        full = u.grad.numel() == u.layout.padded_numel and not sharded_grads
+        yield f"grads.{'full' if full else 'shard'}.{name}", u.grad
+    for nan in u.placeholders:
+        yield "params.placeholder", nan
 
 
 class Meter:

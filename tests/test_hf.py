@@ -75,7 +75,8 @@ def test_causal_models_at_stage_3(run_ranks, checkpointing):
     check(run_ranks, {name: (name, checkpointing, 3) for name in CAUSAL})
 
 
-# --- built on the meta device ------------------------------------------------------------------------------------------
+# --- built on the meta device
+# ------------------------------------------------------------------------------------------
 
 
 def from_meta(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
@@ -155,7 +156,8 @@ def test_generate_and_evaluate_between_steps(run_ranks):
         assert results[0]["same 1"] == results[1]["same 1"]
 
 
-# --- PEFT --------------------------------------------------------------------------------------------------------------
+# --- PEFT
+# --------------------------------------------------------------------------------------------------------------
 
 
 def build_peft(name: str, checkpointing: str) -> nn.Module:

@@ -92,7 +92,7 @@ STAGES = (0, 1, 2, 3)
 @pytest.mark.gloo
 @pytest.mark.parametrize("flow", ["tied", "outside", "dataclass"])
 def test_tied_weights_and_uses_outside_a_modules_forward(run_ranks, flow):
-    """The parent multiplies with the embedding's weight itself, has a parameter of its own, and leaves a child unused."""
+    """The parent uses the embedding's weight itself, has a parameter of its own, and leaves a child unused."""
     check(
         run_ranks,
         {f"{how} {s}": (flow, how, s, "any_model:plain") for s in STAGES for how in ("none", "plain")[s < 3 :]},
@@ -206,7 +206,7 @@ def two_forwards(model: nn.Module, backward: m.Backward, step: int, rank: int, k
 
 
 def held(model: nn.Module, backward: m.Backward, step: int, rank: int, k: int) -> Tensor:
-    """Two forwards and two backwards in one micro-step, the first under `no_sync`; both forwards before both backwards."""
+    """Two forwards, then two backwards in one micro-step, the first of them under `no_sync`."""
     a, b = m.tokens(step, rank, k), m.tokens(step, rank, k + 50)
     one, two = own_loss(model(**a), a), own_loss(model(**b), b)
     if hasattr(model, "no_sync"):

@@ -1,4 +1,4 @@
-"""Frozen parameters: sharded at stage 3, replicated below, never trained, and there for as long as backward reads them."""
+"""Frozen parameters: sharded at stage 3, replicated below, never trained, and there while backward reads them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def metered(rank: int, world_size: int, precision: str) -> dict[int, tuple[Ledge
 @pytest.mark.gloo
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_frozen_lines_are_exact(run_ranks, precision):
-    """Frozen parameters have no master, no moments, no gradient; at stage 3 each rank keeps its part of the ringed ones."""
+    """No master, no moments, no gradient; at stage 3 each rank keeps its part of the ringed ones."""
     frozen_layer = sum(p.numel() for p in Layer().parameters() if not p.requires_grad)
     for results in run_ranks(2, metered, precision):
         for stage, (predicted, comparison) in results.items():

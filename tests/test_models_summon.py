@@ -50,7 +50,9 @@ def expected(accumulation: int, world_size: int) -> tuple[dict[str, Any], dict[s
         grads = {n: p.grad.numpy().copy() for n, p in model.named_parameters()}
         torch.nn.utils.clip_grad_norm_(model.parameters(), m.CLIP)
         optimizer.step()
-    return grads, {n: {k: optimizer.state[p][k].numpy() for k in ("exp_avg", "exp_avg_sq")} for n, p in model.named_parameters()}
+    return grads, {
+        n: {k: optimizer.state[p][k].numpy() for k in ("exp_avg", "exp_avg_sq")} for n, p in model.named_parameters()
+    }
 
 
 @pytest.mark.gloo
@@ -62,7 +64,9 @@ def test_summon_gives_gradients_and_moments(run_ranks):
             for name, grad in want.items():
                 np.testing.assert_allclose(grads[name], grad, rtol=1e-4, atol=1e-7, err_msg=f"{key} {name}")
                 for state, value in states[name].items():
-                    np.testing.assert_allclose(moments[name][state], value, rtol=1e-4, atol=1e-8, err_msg=f"{key} {name}")
+                    np.testing.assert_allclose(
+                        moments[name][state], value, rtol=1e-4, atol=1e-8, err_msg=f"{key} {name}"
+                    )
             total = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
             assert norm == pytest.approx(total, rel=1e-5)
             assert set(again) == {n for n in want if n.startswith("layers.1.")} and set(again.values()) == {0.5}

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "verify": ("Run", "zplan.cli_run", "verify", "Run a few steps and compare every line with the plan."),
     "demo": ("Run", "zplan.cli_run", "demo", "Plan and train a small model on two CPU ranks."),
     "checkpoint": ("Run", "zplan.cli_checkpoint", "checkpoint", "List, verify, export and compare checkpoints."),
+    "trace": ("Inspect", "zplan.cli_trace", "trace", "Print the units of a model with their sizes."),
     "models": ("Inspect", "zplan.cli", "models", "List the models that zplan knows by name."),
     "gpus": ("Inspect", "zplan.cli", "gpus", "List the GPUs that zplan knows by name."),
 }
