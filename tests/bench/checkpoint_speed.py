@@ -1,9 +1,9 @@
-"""How long a save takes: raw write of the same bytes, foreground, background, and torch.distributed.checkpoint beside them.
+"""How long a save takes: a raw write, foreground, background, and torch.distributed.checkpoint beside them.
 
     python tests/bench/checkpoint_speed.py --folder DISK --million 300 [--device cpu]
 
-One rank; every number is the median of a few. `raw` writes the same number of bytes with fsync; `blocked` is how long training
-waits for a save in the background. Results go to stdout as JSON.
+One rank; every number is the median of a few. `raw` writes the same number of bytes with fsync; `blocked` is how long
+training waits for a save in the background. Results go to stdout as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,10 @@ def main() -> None:
 
     for i in range(REPEATS):
         note("raw", timed(lambda: raw_write(args.folder, nbytes), device))
-        note("foreground", timed(lambda: engine.save_checkpoint(out, f"f{i}", keep=1, background=False), device))
-        note("blocked", timed(lambda: engine.save_checkpoint(out, f"b{i}", keep=1), device))
+        note("foreground", timed(partial(engine.save_checkpoint, out, f"f{i}", keep=1, background=False), device))
+        note("blocked", timed(partial(engine.save_checkpoint, out, f"b{i}", keep=1), device))
         note("behind", timed(engine.wait_for_checkpoint, device))
-        note("dcp", timed(lambda: dcp.save(states(engine), checkpoint_id=args.folder / f"dcp{i}"), device))
+        note("dcp", timed(partial(dcp.save, states(engine), checkpoint_id=args.folder / f"dcp{i}"), device))
         shutil.rmtree(args.folder / f"dcp{i}")
         sums, drawn = bits(engine), torch.rand(3, device=device)
         scramble(engine)
