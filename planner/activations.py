@@ -89,13 +89,9 @@ def counted(spec: ModelSpec) -> bool:
     return arch.family in STYLES and not arch.dense_layers
 
 
-def eager_only(arch: Architecture) -> bool:
-    """Whether a Hugging Face class refuses fused attention."""
-    if arch.runnable:
-        return False
-    from zplan.planner.hfblocks import STYLES
-
-    return arch.family in STYLES and STYLES[arch.family].eager_only
+def prefers_eager(arch: Architecture) -> bool:
+    """Whether a Hugging Face class refuses fused attention, or masks it by its windows, which is not counted."""
+    return not arch.runnable and bool(arch.trait("window"))
 
 
 def _class_tape() -> type[StepTape]:
@@ -178,7 +174,7 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
         )
     if not arch.runnable:
         _check_class(arch, choice)
-    multiple = {"bf16": 8, "fp32": 4}[choice.precision]
+    multiple = {2: 8, 4: 4}[choice.itemsize]
     if choice.device == "cuda" and choice.attention == "sdpa" and (arch.head_dim % multiple or arch.head_dim > 256):
         raise ZplanError(
             f"heads of width {arch.head_dim} are padded by flash attention or not taken by it, which is not modelled",
@@ -190,7 +186,7 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
 def _check_class(arch: Architecture, choice: Choice) -> None:
     """Refuse what the op lists of Hugging Face classes leave out."""
     fused, window = choice.attention == "sdpa", arch.trait("window")
-    if fused and eager_only(arch):
+    if fused and arch.family == "gemma2":
         raise ZplanError(f"the class of model_type `{arch.family}` refuses fused attention", "use --attention eager")
     if fused and window and choice.seq >= window:
         raise ZplanError(

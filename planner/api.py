@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zplan.planner.activations import counted
@@ -183,9 +183,23 @@ def answer(request: Request) -> Estimate:
     )
 
 
+def _with_ring(request: Request, model: Model) -> Request:
+    """The request with the ring that its config's `stage3_max_live_parameters` makes for this model."""
+    settings = dict(request.settings)
+    max_live = settings.pop("max_live", None)
+    if max_live is None or "ring_slots" in request.fixed:
+        return replace(request, settings=settings)
+    from zplan.planner.dsconfig import slots_within
+
+    slots = slots_within(max_live, [u.numel for u in model.spec.units if u.kind == "block"])
+    fixed_by = {**request.fixed_by, "ring_slots": f"`stage3_max_live_parameters` {max_live:,}"}
+    return replace(request, settings=settings, fixed={**request.fixed, "ring_slots": slots}, fixed_by=fixed_by)
+
+
 def open_search(request: Request, *, remainder: bool) -> Search:
     """The model and the machine of a request."""
     model = model_from(request.model, request.params, offline=request.offline)
+    request = _with_ring(request, model)
     hardware = hardware_from(
         gpus=request.gpus,
         mem_bytes=request.mem_bytes,
@@ -279,8 +293,8 @@ def make_plan(request: Request) -> Plan:
         source=search.model.source,
         hardware=search.hardware,
         choice=row.choice,
-        training=from_choice(row.choice, request.settings),
+        training=from_choice(row.choice, search.request.settings),
         ledger=row.ledger,
-        settings=tuple(request.settings),
+        settings=tuple(search.request.settings),
         notes=notes,
     )

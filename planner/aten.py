@@ -427,9 +427,23 @@ class Aten:
         return out
 
     def index(self, x: Value, rows: Value) -> Value:
-        """`x[rows]` along the first dim; the gradient is added into zeros."""
-        shape, itemsize = x.shape, x.itemsize
-        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "index.grad")], rows)
+        """`x[rows]` along the first dim; the gradient is added into zeros.
+
+        In place, but not under the dispatch mode that measures on a CPU: see [Note: observer effect] in
+        `runtime/meter.py`. A GPU sorts the indices first: three int64 lists.
+        """
+        shape, itemsize, count = x.shape, x.itemsize, rows.numel
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            zeros = self.tape.new(shape, itemsize, "index.grad")
+            if self.table.kernels:
+                work = self.tape.workspace(3 * INT64 * count, "index.sort")
+                del work
+            if not self.table.in_place_accumulation:
+                zeros = self.tape.new(shape, itemsize, "index.grad")
+            return [zeros]
+
+        node = self.tape.node([x], backward, rows)
         out = self.tape.new((*rows.shape, *shape[1:]), itemsize, "index")
         self.tape.finish(node, out)
         return out

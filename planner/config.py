@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Precision = Literal["bf16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32"]
 Checkpointing = Literal["none", "full"]
 Attention = Literal["sdpa", "eager"]
 Device = Literal["cuda", "cpu"]
 Saving = Literal["foreground", "background"]
 
-ITEMSIZE: dict[str, int] = {"bf16": 2, "fp32": 4}
+ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
 
 REDUCE_ITEMSIZE = 4

@@ -5,7 +5,7 @@ The planner reads `--config` files with it and writes plans; the engine reads wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -13,7 +13,9 @@ from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
 from zplan.planner.config import Attention, Checkpointing, Choice, Precision, Saving
+from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
 from zplan.planner.reading import (
     check_keys,
     refuse_type,
@@ -54,12 +56,16 @@ class TrainingConfig:
     """Decoupled: AdamW."""
     clip: float = 1.0
     """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
+    loss_scale: LossScale = LossScale()
+    """Of fp16 training."""
     schedule: Schedule | None = None
     """Of the learning rate, in applied optimizer steps; None keeps it constant."""
     steps_per_print: int = 10
     """Optimizer steps between progress lines."""
     ring_slots: int = 2
-    """Stage 3: gathered blocks held at once."""
+    """Stage 3: gathered blocks held at once, where `max_live` does not say it."""
+    max_live: int | None = None
+    """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
     saving: Saving = "foreground"
@@ -71,10 +77,25 @@ class TrainingConfig:
     notes: tuple[str, ...] = ()
     """Sentences a user should see: accepted keys that change nothing here."""
 
+    def slots(self, blocks: Sequence[int]) -> int:
+        """Gathered blocks held at once, for blocks of so many elements."""
+        return self.ring_slots if self.max_live is None else slots_within(self.max_live, blocks)
+
     @property
     def train_batch_size(self) -> int:
         """Sequences per optimizer step over all ranks."""
         return self.micro_batch * self.accumulation * self.world_size
+
+
+def slots_within(max_live: int, blocks: Sequence[int]) -> int:
+    """As many of the largest block as `max_live` elements hold, but two at least and no more than there are blocks.
+
+    Examples
+    --------
+    >>> slots_within(1000, [300, 250, 300, 250]), slots_within(10**9, [300] * 4), slots_within(1, [300] * 4)
+    (3, 4, 2)
+    """
+    return max(2, min(max_live // max(blocks, default=1), len(blocks)))
 
 
 _EXTRA_INTS = ("ring_slots", "seq")
@@ -110,7 +131,8 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
         found["clip"] = want_number("gradient_clipping", where, mapping["gradient_clipping"])
     if mapping.get("steps_per_print") is not None:
         found["steps_per_print"] = want_int("steps_per_print", where, mapping["steps_per_print"])
-    for key, read in (("bf16", _bf16), ("zero_optimization", _zero), ("optimizer", _optimizer), ("zplan", _extras)):
+    blocks = {"bf16": _bf16, "fp16": _fp16, "zero_optimization": _zero, "optimizer": _optimizer, "zplan": _extras}
+    for key, read in blocks.items():
         if mapping.get(key) is not None:
             notes += read(want_object(key, where, mapping[key]), f"`{key}` of {where}", found)
     if mapping.get("scheduler") is not None:
@@ -123,10 +145,8 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
 def _settle_precision(mapping: Mapping[str, Any], found: dict[str, Any], *, auto: bool) -> None:
     """What the two precision blocks say together."""
     if auto:
-        if found.get("precision") != "bf16":
+        if found.get("precision") == "fp32":
             found.pop("precision", None)  # The trainer decides between fp16, bf16 and fp32; here the planner.
-    elif "precision" not in found and isinstance(mapping.get("fp16"), Mapping):
-        found["precision"] = "fp32"  # A config that turns fp16 off and names nothing else asks for fp32.
 
 
 def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "config") -> TrainingConfig:
@@ -136,6 +156,8 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
     """
     found, notes = read_settings(mapping, source=source)
     given = frozenset(found)
+    if "ring_slots" in found:
+        found.pop("max_live", None)  # zplan's own word for it counts
     auto = [key for key in (KEYS.train, KEYS.micro) if mapping.get(key) == "auto"]
     if auto and not given & {"train_batch_size", "micro_batch"}:
         raise ZplanError(
@@ -157,7 +179,7 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
 def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
     """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
     own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
-    free = ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "steps_per_print")
+    free = ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "loss_scale", "steps_per_print")
     return TrainingConfig(**{n: getattr(choice, n) for n in own}, **{n: settings[n] for n in free if n in settings})
 
 
@@ -173,6 +195,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         zplan's ring does.
     """
     bf16 = config.precision == "bf16"
+    live = config.ring_slots * largest_block_numel if config.max_live is None else config.max_live
     batch = Batch(config.micro_batch, config.accumulation, config.world_size)
     params = {
         "lr": config.lr,
@@ -186,13 +209,13 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         KEYS.micro: batch.micro,
         KEYS.accumulation: batch.accumulation,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
-        "fp16": {"enabled": False},
+        "fp16": explicit_loss_scale(config.loss_scale) if config.precision == "fp16" else {"enabled": False},
         "optimizer": {"type": "AdamW", "params": params},
         **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
         "communication_data_type": "fp32",
-        # DeepSpeed refuses fp32 accumulation with bf16 at stage 0; null leaves it to the model's dtype there.
-        "data_types": {"grad_accum_dtype": None if bf16 and config.stage == 0 else "fp32"},
+        # DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there.
+        "data_types": {"grad_accum_dtype": None if config.precision != "fp32" and config.stage == 0 else "fp32"},
         "prescale_gradients": False,
         "zero_allow_untested_optimizer": False,
         "zero_optimization": {
@@ -205,8 +228,8 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
             "allgather_bucket_size": config.piece_numel,
             "round_robin_gradients": False,
             "sub_group_size": 1_000_000_000,
-            "stage3_max_live_parameters": config.ring_slots * largest_block_numel,
-            "stage3_max_reuse_distance": config.ring_slots * largest_block_numel,
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
             "stage3_prefetch_bucket_size": largest_block_numel,
             "stage3_param_persistence_threshold": 0,
             "stage3_gather_16bit_weights_on_model_save": False,
@@ -249,7 +272,20 @@ def _bf16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
     return notes
 
 
+def _fp16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """Read after `_bf16`. A config that turns fp16 off and names nothing else asks for fp32."""
+    scale = read_loss_scale(block, where)
+    if not want_bool("enabled", where, block.get("enabled", False)):
+        found.setdefault("precision", "fp32")
+        return ()
+    if found.get("precision") == "bf16":
+        raise ZplanError(f"both `bf16` and {where} are on", "turn one off")
+    found["precision"], found["loss_scale"] = "fp16", scale
+    return ()
+
+
 def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    block = {UNPREFIXED.get(key, key): value for key, value in block.items()}
     check_keys(block, (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_MAPPED, *dskeys.ZERO_INERT), where)
     if "stage" in block:
         stage = want_int("stage", where, block["stage"], least=0)
@@ -258,6 +294,9 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
         found["stage"] = stage
     if "reduce_bucket_size" in block:
         found["piece_numel"] = want_int("reduce_bucket_size", where, block["reduce_bucket_size"])
+    if "stage3_max_live_parameters" in block:
+        name = "stage3_max_live_parameters"
+        found["max_live"] = want_int(name, where, block[name], least=0)
     notes = []
     for key, (value, why) in dskeys.ZERO_MAPPED.items():
         if block.get(key) is not None and want_bool(key, where, block[key]) is not value:

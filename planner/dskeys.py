@@ -71,6 +71,7 @@ TOP_HONOURED = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "bf16",
+    "fp16",
     "zero_optimization",
     "gradient_clipping",
     "optimizer",
@@ -80,7 +81,6 @@ TOP_HONOURED = (
 )
 
 TOP_NEUTRAL: dict[str, Neutral] = {
-    "fp16": disabled,
     "amp": disabled,
     "torch_autocast": disabled,
     "communication_data_type": one_of(None, "fp32"),
@@ -135,7 +135,7 @@ BF16_NEUTRAL: dict[str, Neutral] = {
     "bf16_optimizer_states": false,
 }
 
-ZERO_HONOURED = ("stage", "reduce_bucket_size")
+ZERO_HONOURED = ("stage", "reduce_bucket_size", "stage3_max_live_parameters")
 
 ZERO_NEUTRAL: dict[str, Neutral] = {
     "offload_param": no_device,
@@ -180,7 +180,6 @@ ZERO_INERT: dict[str, str] = {
     "stage3_prefetch_bucket_size": _RING,
     "stage3_param_persistence_threshold": _RING,
     "stage3_model_persistence_threshold": _RING,
-    "stage3_max_live_parameters": _RING,
     "stage3_max_reuse_distance": _RING,
     "stage3_module_granularity_threshold": _RING,
     "stage3_use_all_reduce_for_fetch_params": _RING,
@@ -210,7 +209,6 @@ OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "mus
 """Lower case; known to the field and not built yet."""
 
 INSTEAD: dict[str, str] = {
-    "fp16": 'use "bf16": {"enabled": true}',
     "activation_checkpointing": "drop the block and use `--checkpointing full`",
     "offload_optimizer": 'use {"device": "none"}',
     "offload_param": 'use {"device": "none"}',

@@ -123,7 +123,7 @@ def _hf(plan: Plan) -> tuple[str, tuple[str, ...]]:
         "lr_scheduler_type": "constant",
         "warmup_steps": params.get("warmup_num_steps", 0),
         "bf16": c.precision == "bf16",
-        "fp16": False,
+        "fp16": c.precision == "fp16",
         "gradient_checkpointing": c.checkpointing == "full",
         "optim": "adamw_torch_fused",
         "logging_steps": t.steps_per_print,
@@ -149,6 +149,8 @@ def _fsdp2(plan: Plan) -> tuple[str, tuple[str, ...]]:
             f"the schedule {plan.training.schedule.type} is not built into the FSDP2 script yet",
             "plan without `scheduler`, and add one of torch's to the script",
         )
+    if plan.choice.precision == "fp16":
+        raise ZplanError("fp16 is not built into the FSDP2 script yet", "plan with --precision bf16")
     notes = ["the ledger is zplan's: FSDP2 has gathered copies and a reduce input of its own"]
     if plan.choice.stage in (1, 2):
         notes.append("FSDP2 has no stage 1 or 2: blocks stay gathered between forward and backward instead")

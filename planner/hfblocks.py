@@ -43,8 +43,6 @@ class Style:
         Embeddings are multiplied by a number.
     rotary_fp32
         Tables and rotation are in fp32.
-    eager_only
-        The class refuses fused attention.
     masks, tables
         How many of each a model makes, for layers of different kinds.
     attention
@@ -61,7 +59,6 @@ class Style:
     scaled: bool = False
     rotation: Rotation | None = rotate
     rotary_fp32: bool = False
-    eager_only: bool = False
     masks: int = 1
     tables: int = 1
     attention: tuple[str, str] = ("self_attn", "o_proj")
@@ -81,7 +78,7 @@ STYLES: dict[str, Style] = {
     "mixtral": Style(),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
     "gemma2": Style(
-        norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2, eager_only=True
+        norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2
     ),
     "gemma3_text": Style(
         norm="gemma",
@@ -214,7 +211,7 @@ class Block:
     def _eager(self, q: Value, k: Value, v: Value, mask: Value) -> tuple[Value, Value | None]:
         op, times = self.op, self.arch.heads // self.arch.kv_heads
         if times > 1:
-            k, v = op.repeat_interleave(k, times), op.repeat_interleave(v, times)
+            k, v = self._repeated(k, times), self._repeated(v, times)
         scores = op.scale(op.matmul(q, op.transpose(k, 2, 3)))
         if self.arch.trait("capped_scores"):
             scores = op.scale(scores)
@@ -224,6 +221,10 @@ class Block:
         scores = op.to(op.softmax(op.to(scores, FP32), "softmax"), q.itemsize)
         out = op.named("attention output", op.matmul(scores, v))
         return op.contiguous(op.transpose(out, 1, 2)), scores
+
+    def _repeated(self, x: Value, times: int) -> Value:
+        b, g, t, d = x.shape
+        return self.op.reshape(self.op.expand(self.op.unsqueeze(x, 2), (b, g, times, t, d)), (b, g * times, t, d))
 
     def feed(self, x: Value) -> Value:
         op, act = self.op, self.style.act

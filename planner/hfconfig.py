@@ -83,7 +83,13 @@ def read_architecture(config: Mapping[str, Any], source: str) -> tuple[Architect
         raise ZplanError(f"model_type `{kind}` of `{source}` is not built yet", NOT_BUILT_HINT)
     _check_class(keys, ARCHITECTURES[kind])
     note = f"model_type `{kind}` is estimate only: zplan has no decoder of its own for it, so `zplan plan` refuses it"
-    return read_shape(kind, keys), (note,)
+    return read_shape(kind, keys), (note, *_dropout_note(keys, _DROPOUTS))
+
+
+_DROPOUTS = (
+    *("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"),
+)
 
 
 def _check_class(keys: Keys, classes: tuple[str, ...]) -> None:

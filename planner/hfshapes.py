@@ -39,6 +39,16 @@ GPT_NAMES = {
 }
 
 
+_SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
+ACTIVATIONS = {
+    **{kind: _SILU for kind in ("qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "olmo2", "stablelm")},
+    **{kind: _GELU for kind in ("gemma", "gemma2", "gemma3_text", "gpt_neox")},
+    "phi": ("gelu_new",),
+    "opt": ("relu",),
+}
+"""Of the types whose activations are counted: what their op lists are for."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """How one model_type's config is read.
@@ -77,6 +87,9 @@ def read_shape(kind: str, keys: Keys) -> Architecture:
     def read(name: str, otherwise: int = 0) -> int:
         return keys.integer(names[name], default[name] or otherwise)
 
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        if kind in ACTIVATIONS and keys.config.get(name) is not None:
+            keys.refuse(name, keys.config[name], ACTIVATIONS[kind])
     layers, hidden, heads = read("layers"), read("hidden"), read("heads")
     traits = shape.traits(keys, hidden)
     head_dim = 0 if "own_heads" in traits else read("head_dim", _divided(keys, hidden, heads))

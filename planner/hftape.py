@@ -59,22 +59,46 @@ class ClassTape(StepTape):
             return self._learned_positions(ids, checkpointing, attention)
         embedded, seq = self.embed(ids), ids.shape[1]
         positions = self._positions(seq)
+        for _ in range(self.style.masks):
+            self._look_for_packing(*ids.shape)
         masks = self._masks(ids, attention)
         wide = self.arch.trait("rotary") or self.arch.head_dim
         itemsize = FP32 if self.style.rotary_fp32 else self.itemsize
         tables = [rotary_tables(self.op, wide, seq, itemsize) for _ in range(self.style.tables)]
         return self.layers(embedded, checkpointing, attention, positions, tables, masks)
 
+    def _look_for_packing(self, batch: int, seq: int) -> None:
+        """Whether positions start again anywhere: their differences, and how often they are not 1."""
+        differences = self._differences(batch, seq)
+        _restarts = self._count_others(differences)
+
+    def _differences(self, batch: int, seq: int) -> Value:
+        first = self.tape.new((batch,), INT64, "positions.first")
+        padded = [self.tape.new((batch, seq), INT64, "positions.padded"), self.op.like(first, "positions.padded")]
+        out = self.tape.new((batch, seq), INT64, "positions.differences")
+        del padded
+        return out
+
+    def _count_others(self, differences: Value) -> Value:
+        others = self.op.like(differences, "positions.others", BOOL)
+        out = self.op.like(differences, "positions.count")
+        del others
+        return out
+
     def _masks(self, ids: Value, attention: Attention) -> list[Value]:
         """Fused attention of whole sequences needs none. Otherwise each is (B, 1, T, T), in the compute dtype."""
         return [self._mask(*ids.shape) for _ in range(self.style.masks)] if attention == "eager" else []
 
     def _mask(self, batch: int, seq: int) -> Value:
-        future = self.tape.new((1, 1, seq, seq), BOOL, "mask")
+        future = self._future(batch, seq)
         chosen = [self.tape.new((), self.itemsize, "mask") for _ in ("zero", "lowest")]
         out = self.tape.new((batch, 1, seq, seq), self.itemsize, "mask")
         del future, chosen
         return out
+
+    def _future(self, batch: int, seq: int) -> Value:
+        _indices = [self.tape.new((n,), INT64, "mask.indices") for n in (batch, 1, seq, seq)]
+        return self.tape.new((1, 1, seq, seq), BOOL, "mask")
 
     def _positions(self, seq: int) -> Value:
         """`arange(T) + 0`."""
@@ -125,7 +149,8 @@ class ClassTape(StepTape):
         b, t = labels.shape
         # Labels are padded by one and cut by one: (B, T + 1), which is two terms, then (B, T).
         padded = [tape.new((b, t), INT64, "labels.padded"), tape.new((b,), INT64, "labels.padded")]
-        shifted = tape.new((b, t), INT64, "labels.shifted")
+        # One sequence is contiguous without its first label.
+        shifted = tape.new((b, t), INT64, "labels.shifted") if b > 1 else padded[0]
         up = op.view(up, (b * t, self.arch.vocab))
         loss = op.nll_loss(op.softmax(up, "log_softmax"), shifted.view((b * t,), (1,)))
         del padded

@@ -77,7 +77,7 @@ class UnitLayout:
 
     def renamed(self, name: str, params: Sequence[str]) -> UnitLayout:
         """The same layout for another unit of the same shape."""
-        entries = tuple(replace(e, name=p) for e, p in zip(self.entries, params, strict=True))
+        entries = tuple(Entry(p, e.offset, e.numel) for e, p in zip(self.entries, params, strict=True))
         return replace(self, name=name, entries=entries)
 
     def own(self, piece: Piece, rank: int) -> tuple[int, int]:

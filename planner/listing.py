@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from zplan.planner.hardware import read_gpus
+from zplan.planner.hfblocks import STYLES
 from zplan.planner.hfconfig import RUNNABLE_TYPES
 from zplan.planner.overhead import MEASURED
 from zplan.planner.presets import read_index, read_preset
@@ -18,19 +19,22 @@ def list_models(*, as_json: bool) -> str:
     found = []
     for row in read_index():
         kind = str((read_preset(row.name) or {}).get("model_type", ""))
-        found.append((row, kind, kind in RUNNABLE_TYPES))
+        found.append((row, kind, _known(kind)))
     if as_json:
-        return render([{**asdict(r), "model_type": kind, "planned": built} for r, kind, built in found]) + "\n"
+        return render([{**asdict(r), "model_type": kind, "known": known} for r, kind, known in found]) + "\n"
     rows = [
-        [r.name, f"{r.num_params:,}", str(r.layers), str(r.hidden), str(r.max_seq or ""), _yes(built), kind, r.hf_id]
-        for r, kind, built in found
+        [r.name, f"{r.num_params:,}", str(r.layers), str(r.hidden), str(r.max_seq or ""), known, kind, r.hf_id]
+        for r, kind, known in found
     ]
-    head = ["name", "parameters", "layers", "width", "sequence", "planned", "type", "hub id"]
+    head = ["name", "parameters", "layers", "width", "sequence", "known", "type", "hub id"]
     return "\n".join(table(head, rows, "lrrrrlll")) + "\n"
 
 
-def _yes(built: bool) -> str:  # noqa: FBT001 - a word for a flag
-    return "yes" if built else "estimate only"
+def _known(kind: str) -> str:
+    """How far zplan knows a model_type: to plan and train it, to estimate all of it, or its states alone."""
+    if kind in RUNNABLE_TYPES:
+        return "plan and run"
+    return "estimate only" if kind in STYLES else "states only"
 
 
 def list_gpus(*, as_json: bool) -> str:

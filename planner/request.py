@@ -123,7 +123,7 @@ _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
         ("sgd", "adagrad", "lamb", "lion", "muon", "adafactor", "adamw8bit"),
         "use --optimizer adamw",
     ),
-    "precision": ("--precision", ("bf16", "fp32"), ("fp16", "fp8", "int8"), "use --precision bf16 or fp32"),
+    "precision": ("--precision", ("bf16", "fp16", "fp32"), ("fp8", "int8"), "use --precision bf16, fp16 or fp32"),
 }
 """Option -> its flag, what is built, what the field knows and is not built yet, and what to do."""
 

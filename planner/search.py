@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from zplan.planner.activations import eager_only
+from zplan.planner.activations import prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
@@ -102,8 +102,10 @@ class Search:
 
     @property
     def seq_limit(self) -> int:
-        """Longest sequence the model is made for."""
+        """Longest sequence the model is made for, or that is counted."""
         arch = self.model.arch
+        if prefers_eager(arch) and self.request.get("attention") == "sdpa":
+            return arch.trait("window") - 1
         return min(arch.max_seq, arch.window or arch.max_seq)
 
     @property
@@ -128,7 +130,7 @@ class Search:
         """A choice with everything else as asked for or by default."""
         names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving")
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
-        if eager_only(self.model.arch):
+        if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
         return Choice(
             stage=stage,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Line
+from zplan.planner.loss_scale import NUM_SCALARS as NUM_SCALE_SCALARS
 from zplan.planner.placement import Placement, shards_states
 from zplan.planner.timeline import Timeline
 
@@ -41,6 +42,8 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
     for name in ("exp_avg", "exp_avg_sq"):
         lines += by_class(f"optim.{name}", [(p, p.owned_numel * FP32, always) for p in placements], "states")
     lines.append(Line("optim.scalars", NUM_SCALARS * FP32, (always,), "states"))
+    if choice.precision == "fp16":
+        lines.append(Line("optim.loss_scale", NUM_SCALE_SCALARS * FP32, (always,), "states"))
     lines.append(Line("optim.norms", norm_bytes(placements, choice), (always,), "states"))
     lines.append(Line("optim.table", table_bytes(placements, choice), (always,), "states"))
     return lines

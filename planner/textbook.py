@@ -51,11 +51,11 @@ def textbook_states(num_params: int, stage: int, world_size: int) -> int:
 def runtime_rate(choice: Choice) -> Rate:
     """Bytes a parameter that zplan's runtime holds between backward and step, working buffers apart.
 
-    In bf16: weights 2, fp32 master 4, moments 8, fp32 gradients 4. In fp32 the weights are their own master, except at
+    In 16 bits: weights 2, fp32 master 4, moments 8, fp32 gradients 4. In fp32 the weights are their own master, except at
     stage 3, where only the shard is kept. Gradients are split where they are reduced into a shard.
     """
-    weights = 2 if choice.precision == "bf16" else 4
-    master = 4 if choice.precision == "bf16" else 0
+    weights = choice.itemsize
+    master = 0 if choice.precision == "fp32" else 4
     if not shards_states(choice):
         return Rate(weights + master + MOMENTS + REDUCE_ITEMSIZE, 0)
     if choice.stage == 3:

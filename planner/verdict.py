@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zplan.planner.activations import counted, eager_only
+from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.search import DEFAULT_SEQ, STAGES, Row, Search
 from zplan.planner.units import format_gib, format_percent, format_small
 
@@ -134,8 +134,8 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         what = "the largest that fits and divides" if row.fits else "the smallest that divides"
         yield "micro_batch", f"{what} {per_rank}"
         yield "accumulation", f"{per_rank} / {c.micro_batch}"
-    if eager_only(search.model.arch):
-        yield "attention", "the class refuses torch's fused attention"
+    if prefers_eager(search.model.arch):
+        yield "attention", "its class refuses or masks torch's fused attention"
     if search.model.assumed:
         yield "seq", "the default; an assumed shape has no limit"
     else:

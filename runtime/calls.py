@@ -12,7 +12,7 @@ calls that have begun.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zplan.planner.errors import ZplanError
@@ -97,16 +97,32 @@ class Calls:
 class Schedule:
     """The order of calls in a training pass: guessed from the module tree at first, then as the first pass ran.
 
-    Gathers follow the schedule and not the calls: where a rank skips a unit, it takes part in the unit's gather all the same when it
-    reaches the next one, so that ranks which route differently stay together.
+    Collectives follow the schedule and not the calls: where a rank skips a unit, it goes through the unit's gathers and reduces
+    all the same when it reaches the next one, so that ranks which route differently stay together.
+
+    Parameters
+    ----------
+    names
+        Units in module order.
+    around
+        Those whose module contains other units. Their backward begins before that of what they contain, so they have
+        no place in the way back; they are always resident.
+    lowest
+        The first unit with something to train, where the way back ends.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], around: frozenset[str], lowest: str) -> None:
         self.order = list(names)
+        self.around, self.lowest = around, lowest
         self.recording = True
         self.ran: list[str] = []
         self.at = 0
-        self.back = len(names) - 1
+        self.back = -1
+        self.first: dict[str, int] = {}
+        self._index()
+
+    def _index(self) -> None:
+        self.first = {name: i for i, name in reversed(list(enumerate(self.order)))}
 
     def start_forward(self) -> None:
         self.at = 0
@@ -125,31 +141,38 @@ class Schedule:
         skipped, self.at = self.order[self.at : position], position + 1
         return skipped
 
-    def backward_to(self, name: str) -> list[str]:
-        """The backward of a call begins: the units skipped on the way back to it."""
-        if self.recording or name not in self.order[: self.back + 1]:
-            return []
-        position = self.back - self.order[: self.back + 1][::-1].index(name)
-        skipped, self.back = self.order[position + 1 : self.back + 1][::-1], position - 1
-        return skipped
+    def way_back(self, name: str | None) -> Iterator[tuple[str, int]]:
+        """Every unit down to a call whose backward begins (or to the end), the call itself left out, with its position.
+
+        The pointer moves along, so that `next_backward` is right at each.
+        """
+        if self.recording or name in self.around:
+            return
+        if name is None:
+            end = self.first.get(self.lowest, 0) - 1
+        elif name in self.order[: self.back + 1]:
+            end = self.back - self.order[: self.back + 1][::-1].index(name)
+        else:
+            return
+        while self.back > end:
+            self.back -= 1
+            if self.order[self.back + 1] not in self.around:
+                yield self.order[self.back + 1], self.back + 1
+        if name is not None:
+            self.back = end - 1
 
     def rest_of_forward(self) -> list[str]:
         rest, self.at = self.order[self.at :], len(self.order)
-        return rest
-
-    def rest_of_backward(self, lowest: str) -> list[str]:
-        """Units that are still to come back to, down to the first one with something to train."""
-        if self.recording or lowest not in self.order:
-            return []
-        end = self.order.index(lowest)
-        rest, self.back = self.order[end : self.back + 1][::-1], min(self.back, end - 1)
         return rest
 
     def next_forward(self) -> str | None:
         return self.order[self.at] if self.at < len(self.order) and not self.recording else None
 
     def next_backward(self) -> str | None:
-        return self.order[self.back] if self.back >= 0 and not self.recording else None
+        if self.recording:
+            return None
+        way = (self.order[i] for i in range(self.back, self.first.get(self.lowest, 0) - 1, -1))
+        return next((name for name in way if name not in self.around), None)
 
     def settle(self, seen: Sequence[Sequence[str]], rank: int) -> None:
         """End of the first training forward: fix the order, given what every rank ran.
@@ -169,6 +192,7 @@ class Schedule:
             self.order = mine + [name for name in self.order if name not in mine]
         self.recording = False
         self.at = len(self.order)
+        self._index()
 
 
 def _is_subsequence(part: Sequence[str], whole: Sequence[str]) -> bool:

@@ -122,6 +122,8 @@ class Loader:
         e, m = self.engine, checkpoint.manifest
         e.optimizer.applied.fill_(float(m.applied_steps))
         e.global_steps, e.global_samples = m.global_step, m.global_samples
+        if e.optimizer.scaler is not None:
+            self._note(f"the loss scale is not in checkpoints: it begins at {e.optimizer.scaler.scale.item():g} again")
         if m.training["lr"] == e.training_config.lr:
             e.optimizer.param_groups[0]["lr"] = m.lr  # what a schedule had made of it; a new config's value wins
         if m.world_size == e.world_size:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class Collectives:
     def __init__(self, mesh: Mesh, *, checked: bool) -> None:
         self.mesh, self.checked = mesh, checked and mesh.world_size > 1 and not _is_fake()
         self.sequence = 0
+        self.meetings = 0
         self.instance = next(_instances)
         self.on_gloo = mesh.reduces is not None and dist.get_backend(mesh.reduces) == "gloo"
 
@@ -108,6 +110,34 @@ class Collectives:
     def exchange(self, text: str) -> list[str]:
         """What every rank says, in rank order, through the store. Every rank must call it at the same point."""
         return self._exchange(text) if self.mesh.world_size > 1 and not _is_fake() else [text] * self.mesh.world_size
+
+    def meet(self, text: str, what: str, *, timeout_s: float) -> None:
+        """Wait until every rank is here with the same `text`; an error names those who are not.
+
+        Nobody sends anything before, so a missing rank is an error and not a hang.
+        """
+        if self.mesh.world_size == 1 or _is_fake():
+            return
+        store = dist.distributed_c10d._get_default_store()
+        self.meetings += 1
+        keys = [f"zplan/meet/{self.instance}/{self.meetings}/{r}" for r in range(self.mesh.world_size)]
+        store.set(keys[self.mesh.rank], text)
+        try:
+            store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:  # torch's DistStoreError among them
+            missing = [r for r, key in enumerate(keys) if not store.check([key])]
+            raise ZplanError(
+                f"ranks {missing} did not enter `{what}` within {timeout_s:g} s", f"every rank must enter `{what}`"
+            ) from None
+        said = [store.get(key).decode() for key in keys]
+        if len(set(said)) > 1:
+            raise ZplanError(
+                f"ranks entered `{what}` with different arguments: "
+                + "; ".join(f"rank {r}: {v}" for r, v in enumerate(said)),
+                f"every rank must enter `{what}` for the same module with the same arguments",
+            )
+        if self.meetings > 2:
+            store.delete_key(f"zplan/meet/{self.instance}/{self.meetings - 2}/{self.mesh.rank}")
 
     def _exchange(self, text: str) -> list[str]:
         """What every rank says at this point, in rank order."""

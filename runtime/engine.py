@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedAdamW
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.schedule import Scheduler
+from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
-from zplan.runtime.summon import Summoned
+from zplan.runtime.summon import Summoned, Whole
 
 _ENGINES: list[Engine] = []
 
@@ -76,6 +78,8 @@ class Engine(nn.Module):
             raise ZplanError(
                 "the model has no parameters to train", "pass an nn.Module with some that require gradients"
             )
+        blocks = [sum(u.numel for u, _ in f.segments()) for f in found if f.unit.kind == "block"]
+        self.choice = replace(self.choice, ring_slots=training.slots(blocks))
         read_elsewhere = frozenset(name for f in found for name in f.reads)
         segments = [unit for f in found for unit, _ in f.segments()]
         placements = place_units(segments, self.choice, tied=read_elsewhere)
@@ -94,6 +98,7 @@ class Engine(nn.Module):
         self.optimizer = ShardedAdamW(self.trained, self.choice, training, self.arena)
         self.reducer.landed = self.optimizer.landed
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
+        self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = _LISTENERS[-1] if _LISTENERS else None
         self.global_steps = 0
@@ -137,9 +142,10 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Outside `no_grad` this is a training forward and fixes or follows the schedule."""
         self._alive()
+        self.sentinels.hide()
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, *, num_tokens: int | None = None) -> Tensor:
+    def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
         """Backward of one micro-step. Averaging over ranks and micro-steps happens in the step; `loss` is returned as it is.
 
         A micro-step is whatever runs between forwards: several calls after one forward add up. To add up over several
@@ -153,6 +159,8 @@ class Engine(nn.Module):
             What that mean was taken over, on this rank. The step then divides by the tokens of all ranks and micro-steps, so
             that each token weighs the same. Every backward of a step must say it, or none. With 0 there is no backward, and
             the rank contributes zeros.
+        retain_graph
+            Keep the graph for another backward of the same forward.
         """
         self._alive()
         if self.is_gradient_accumulation_boundary() and self.reducer.fresh:
@@ -163,12 +171,21 @@ class Engine(nn.Module):
                 "micro-step but the last in `with engine.no_sync():`",
             )
         self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
+        self.sentinels.hide()
         self.hooks.phase("backward.loss")
         if num_tokens == 0:
             self.hooks.empty_backward()
+            self.sentinels.show()
             return loss
         self.hooks.look_for_uses(loss)
-        (loss if num_tokens is None else loss * num_tokens).backward()
+        total = loss if num_tokens is None else loss * num_tokens
+        if self.optimizer.scaler is None:
+            total.backward(retain_graph=retain_graph)
+        else:
+            # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32, since
+            # fp16 ends at 65,504.
+            total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
+        self.sentinels.show()
         return loss
 
     @contextmanager
@@ -191,7 +208,10 @@ class Engine(nn.Module):
             raise ZplanError("`step` inside `no_sync`", "call it after the last backward of the micro-step, outside")
         if not self.is_gradient_accumulation_boundary():
             return
+        self.sentinels.hide()
         self.hooks.phase("step")
+        if self.optimizer.scaler is not None:
+            self.optimizer.scaler.check(self.global_steps)
         if self.scheduler is not None:
             self.scheduler.before_step()
         self.optimizer.measure(self.collectives)
@@ -202,8 +222,11 @@ class Engine(nn.Module):
             self.gatherer.invalidate(units)
             for unit in first if units is first else ():
                 self.gatherer.prefetch(unit)
+        self.hooks.open_early()
         if self.scheduler is not None:
             self.scheduler.count()
+        if self.optimizer.scaler is not None:
+            self.optimizer.scaler.update(self.optimizer.scalars.skip)
         self.optimizer.finish()
         self.reducer.drop()
         self.global_steps += 1
@@ -233,6 +256,7 @@ class Engine(nn.Module):
 
     def reset_step(self) -> None:
         """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it."""
+        self.sentinels.hide()
         self.hooks.reset_backward()
         self.optimizer.finish()
         self.reducer.abandon()
@@ -252,16 +276,29 @@ class Engine(nn.Module):
 
     # --- whole views -----------------------------------------------------------------------------------------------
 
-    def summon(self, module: nn.Module | None = None, *, write: bool = False) -> AbstractContextManager[None]:
+    def summon(
+        self,
+        module: nn.Module | None = None,
+        *,
+        grads: bool = False,
+        optim: bool = False,
+        write: bool = False,
+        timeout_s: float = 60.0,
+    ) -> AbstractContextManager[Whole]:
         """Whole parameters of `module` (the whole model by default) while inside. Every rank must enter.
 
         Parameters
         ----------
+        grads, optim
+            Give whole gradients and moments too, as fp32 tensors by parameter name.
         write
-            Keep what is written: every rank must write the same values. Without it changes are an error.
+            Keep what is written to any of these: every rank must write the same values. Without it changed parameters are
+            an error.
+        timeout_s
+            How long to wait for the other ranks before saying which is missing.
         """
         self._alive()
-        return Summoned(self, module or self.module, write=write)
+        return Summoned(self, module or self.module, grads=grads, optim=optim, write=write, timeout_s=timeout_s)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Refused outside `summon` where parameters are not whole."""
@@ -344,6 +381,7 @@ class Engine(nn.Module):
         """
         self._alive()
         found = self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
+        self.hooks.open_early()
         if self.scheduler is not None:
             self.scheduler.count()
         return found
@@ -370,6 +408,7 @@ class Engine(nn.Module):
             self.checkpoints.wait()
         finally:
             self.hooks.close()
+            self.sentinels.hide()
             if self in _ENGINES:
                 _ENGINES.remove(self)
             self.closed = True
@@ -523,16 +562,21 @@ def meta_init() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def summon(module: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """Whole parameters of a module that an engine trains, or of a part of it. Every rank must enter.
+def summon(
+    module: nn.Module, *, grads: bool = False, optim: bool = False, write: bool = False, timeout_s: float = 60.0
+) -> Iterator[Whole]:
+    """Whole parameters of a module that an engine trains, or of a part of it. Every rank must enter; see `Engine.summon`.
 
     Examples
     --------
     >>> with zplan.summon(model):              # doctest: +SKIP
     ...     torch.save(model.state_dict(), path)
+    >>> with zplan.summon(model, grads=True) as whole:              # doctest: +SKIP
+    ...     whole.grads["head.weight"].norm()
     """
-    with _engine_of(module).summon(module, write=write):
-        yield
+    engine = _engine_of(module)
+    with engine.summon(module, grads=grads, optim=optim, write=write, timeout_s=timeout_s) as whole:
+        yield whole
 
 
 def _engine_of(module: nn.Module) -> Engine:

@@ -47,10 +47,10 @@ class Hooks:
         self.own = {f.unit.name: [flat[unit.name] for unit, _ in f.segments()] for f in found}
         self.needs = {f.unit.name: [*self.own[f.unit.name], *(flat[n] for n in f.reads)] for f in found}
         self.users = {u.name: [name for name, needed in self.needs.items() if u in needed] for u in units}
-        self.lowest = next(
-            (f.unit.name for f in found if any(u.name in self.flat for u in self.needs[f.unit.name])), ""
-        )
-        self.calls, self.schedule = Calls(), Schedule([f.unit.name for f in found])
+        lowest = next((f.unit.name for f in found if any(u.name in self.flat for u in self.needs[f.unit.name])), "")
+        modules = {f.module for f in found}
+        around = frozenset(f.unit.name for f in found if any(m in modules for m in list(f.module.modules())[1:]))
+        self.calls, self.schedule = Calls(), Schedule([f.unit.name for f in found], around, lowest)
         self.running: list[tuple[str, Call | None]] = []
         self.depth = 0
         self.training = False
@@ -58,7 +58,7 @@ class Hooks:
         self.in_task = False
         self.begun: set[str] = set()
         self.early: set[FlatUnit] = set()
-        """Units that are used outside their modules' forward: gathered when the model's forward begins."""
+        """Units that are used outside their modules' forward: gathered right after the step."""
         self.deferred: set[FlatUnit] = set()
         """Trainable ones among them: reduced when backward has ended."""
         self.spans: Spans | None = Spans()
@@ -108,9 +108,6 @@ class Hooks:
         if self.depth > 1:
             return
         self.running.clear()
-        for unit in self.gatherer.units:
-            if unit in self.early:
-                self.gatherer.need(unit)
         if torch.is_grad_enabled():
             self.training = True
             self.schedule.start_forward()
@@ -125,7 +122,7 @@ class Hooks:
             return
         training, self.training = self.training, False
         if failed:
-            self._close_windows(everything=True)
+            self._release_all()
         if failed or not training:
             return
         for name in self.schedule.rest_of_forward():
@@ -142,6 +139,12 @@ class Hooks:
         """Reduce last units first, and those that are used outside their modules after all others."""
         units = [self.flat[n] for n in dict.fromkeys(self.schedule.order) if n in self.flat]
         self.reducer.order = sorted(reversed(units), key=lambda u: u in self.deferred)
+
+    def open_early(self) -> None:
+        """After a step: make whole again what is read outside its module, perhaps before the next forward begins."""
+        for unit in self.gatherer.units:
+            if unit in self.early:
+                self.gatherer.need(unit)
 
     def look_for_uses(self, loss: Tensor) -> None:
         """Before the first backward: learn which units are read outside their modules, and refuse where they can't be."""
@@ -267,40 +270,47 @@ class Hooks:
             return
         name = call.unit
         self.calls.begin_backward(call)
+        self._close_windows()
         self.begun.add(name)
-        self._close_windows(everything=False)
-        self._close_spent()
+        self._go_back(name)
         if name in self.flat:
             self.flat[name].landed.clear()
         self.phase(f"backward.{name}")
-        for skipped in self.schedule.backward_to(name):
-            self._fetch(skipped)
         self._open(name)
-        self._prefetch(self.schedule.next_backward())
+        if name not in self.schedule.around:
+            self._prefetch(self.schedule.next_backward())
 
-    def _close_windows(self, *, everything: bool) -> None:
-        """Release the units of modules that are not in the middle of their backward."""
-        for name in list(self.begun) if not everything else self.own:
-            if everything or not self.calls.active(name):
-                self.begun.discard(name)
-                for unit in self.own[name]:
-                    if unit.open:
-                        self._release(unit)
+    def _go_back(self, name: str | None) -> None:
+        """Before the backward of a call (or the end): the collectives of all units on the way to it, in schedule order.
 
-    def _release(self, unit: FlatUnit) -> None:
-        spent = (
-            in_backward() and self._over(unit) and self._retaken(unit, self.schedule.order[: self.schedule.back + 1])
-        )
-        self.gatherer.release(unit, spent=spent)
+        At each unit: reduces of later ones whose backward is over, its own gather, the next one's. See `Schedule`.
+        """
+        for skipped, position in self.schedule.way_back(name):
+            self._close_spent(position)
+            self._fetch(skipped)
+            self._prefetch(self.schedule.next_backward())
+        if name is not None and name not in self.schedule.around:
+            self._close_spent(self.schedule.back + 1)
+
+    def _close_windows(self) -> None:
+        """Release units whose calls that had begun are over by now. See [Note: time]."""
+        for name in [n for n in self.begun if not self.calls.active(n)]:
+            self.begun.discard(name)
+            for unit in self.own[name]:
+                if unit.open:
+                    spent = self._over(unit) and self._retaken(unit, self.schedule.order[: self.schedule.back + 1])
+                    self.gatherer.release(unit, spent=spent)
 
     def _over(self, unit: FlatUnit) -> bool:
         return all(self.calls.over(name) for name in self.users[unit.name])
 
-    def _close_spent(self) -> None:
-        """Reduce, in their order, units whose backward is over though some of their parameters got no gradient."""
+    def _close_spent(self, position: int) -> None:
+        """Reduce, in their order, units after a position whose backward is over though some parameter got no gradient."""
         while True:
             unit = self.reducer.awaited
             if unit is None or unit in self.deferred or not self._over(unit):
+                return
+            if self.schedule.first[unit.name] <= position:
                 return
             self._close(unit)
 
@@ -336,15 +346,20 @@ class Hooks:
     def empty_backward(self) -> None:
         """A backward of nothing: take part in what the other ranks do in theirs."""
         self.reducer.begin()
+        self.calls.clear()
         self.end_backward()
 
     def end_backward(self) -> None:
         """Backward ended: take part in the gathers of skipped units, close all windows, reduce what never landed."""
-        for name in self.schedule.rest_of_backward(self.lowest):
-            self._fetch(name)
-        self._close_windows(everything=True)
+        self._go_back(None)
+        self._release_all()
         self.reducer.finish()
         self.reset_backward()
+
+    def _release_all(self) -> None:
+        for unit in self.gatherer.units:
+            if unit.slot is not None and unit.open:
+                self.gatherer.release(unit, spent=False)
 
     def reset_backward(self) -> None:
         self.calls.clear()

@@ -21,7 +21,7 @@ from zplan.runtime.unit import FlatUnit, Slot
 Initializer = Callable[[str, Tensor], None]
 """Fills one full fp32 parameter, given its name. Must give equal values on all ranks."""
 
-COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def make_ring(placements: list[Placement], choice: Choice, arena: Arena) -> dict[tuple[str, int], Slot]:

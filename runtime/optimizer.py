@@ -22,6 +22,7 @@ from zplan.planner.states import NUM_SCALARS, norm_bytes, num_slices, table_byte
 from zplan.runtime.adamw import Hyper, KernelAdamW, Row, Scalars, TorchAdamW, clip_scalars
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
+from zplan.runtime.precision import LossScaler
 from zplan.runtime.unit import FlatUnit
 
 
@@ -44,6 +45,7 @@ class ShardedAdamW:
             }
         ]
         self.scalars = Scalars(arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0))
+        self.scaler = LossScaler(training.loss_scale, arena) if choice.precision == "fp16" else None
         placements = [u.placement for u in units]
         self.norms = arena.take("optim.norms", norm_bytes(placements, choice) // 4, torch.float32, fill=0.0)
         self.table: Tensor | None = None
@@ -64,6 +66,8 @@ class ShardedAdamW:
         self.weighted: bool | None = None
         """Whether gradients of this step are weighted by tokens; None before its first backward."""
         self.measured = False
+        self.counted = False
+        """`tokens` has been summed over ranks."""
 
     @property
     def norm(self) -> Tensor:
@@ -110,6 +114,8 @@ class ShardedAdamW:
             self._settle(collectives, mean, limit)
         if self.weighted:
             s.scale.mul_(s.tokens)
+        if self.scaler is not None:
+            s.scale.mul_(self.scaler.scale)
         self.measured = True
 
     def _settle(self, collectives: Collectives, mean: float, clip: float) -> None:
@@ -119,14 +125,45 @@ class ShardedAdamW:
         if shards_states(self.choice):
             collectives.all_reduce(total, "gradient norm")
         if self.weighted:
-            if self.choice.world_size > 1:
-                collectives.all_reduce(s.tokens, "tokens")
+            self._count(collectives)
             total.div_(s.tokens).div_(s.tokens)
+        if self.scaler is not None:
+            total.div_(self.scaler.scale).div_(self.scaler.scale)
         self.math.settle(total, s, mean=mean, clip=clip)
+
+    def measure_again(self) -> None:
+        """Gradients were changed between backward and step: their norm is taken anew in the step."""
+        for u in self.units:
+            self.landed(u)
+        if self.measured:
+            self.applied.sub_(1.0).add_(self.scalars.skip)
+            self.measured = False
+
+    def mean(self, collectives: Collectives) -> float | Tensor:
+        """What turns the sums over ranks and micro-steps into a mean: a number, or a 0-dim tensor where tokens are counted."""
+        if not self.weighted:
+            return 1.0 / (self.choice.world_size * self.choice.accumulation)
+        self._count(collectives)
+        return self.scalars.tokens.reciprocal()
+
+    def _count(self, collectives: Collectives) -> None:
+        """Sum the tokens over ranks, once in a step."""
+        if self.choice.world_size > 1 and not self.counted:
+            collectives.all_reduce(self.scalars.tokens, "tokens")
+        self.counted = True
+
+    def slices(self, u: FlatUnit, state: str) -> list[Tensor]:
+        """This rank's slices of `grad`, `exp_avg` or `exp_avg_sq`: one for each piece, or one for all where nothing is sharded."""
+        pieces = self._pieces(u)
+        if state == "grad":
+            return [self._grad(u, piece) for piece in pieces]
+        owned = {"exp_avg": u.exp_avg, "exp_avg_sq": u.exp_avg_sq}[state]
+        assert owned is not None, f"unit {u.name} has no {state}"
+        return [owned if piece is None else u.shard_of(owned, piece) for piece in pieces]
 
     def finish(self) -> None:
         """The step is over."""
-        self.measured, self.weighted = False, None
+        self.measured, self.counted, self.weighted = False, False, None
 
     @torch.no_grad()
     def update(self, units: Sequence[FlatUnit]) -> None:

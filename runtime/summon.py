@@ -1,10 +1,11 @@
-"""Whole parameters for reading or writing, outside the windows that hooks open.
+"""Whole parameters, gradients and moments for reading or writing, outside the windows that hooks open.
 
 Ringed units share slots, so they are gathered into buffers of their own here, which live as long as the context.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -21,22 +22,51 @@ if TYPE_CHECKING:
     from zplan.runtime.engine import Engine
 
 
-class Summoned:
-    """Context in which a module's parameters are whole. Costs one compute-dtype copy of each ringed unit touched."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, engine: Engine, module: nn.Module, *, write: bool) -> None:
-        self.engine, self.write = engine, write
+
+@dataclass(frozen=True)
+class Whole:
+    """What `summon` gives beside the parameters: full fp32 tensors by parameter name, of trained parameters only."""
+
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    """Mean gradients of the step, before clipping. Filled with `grads=True`."""
+    optim: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """`exp_avg` and `exp_avg_sq` of each parameter. Filled with `optim=True`."""
+
+
+class Summoned:
+    """Context in which a module's parameters are whole.
+
+    Costs one compute-dtype copy of each ringed unit touched, and an fp32 copy of every unit for gradients and for each moment.
+    """
+
+    def __init__(
+        self, engine: Engine, module: nn.Module, *, grads: bool, optim: bool, write: bool, timeout_s: float
+    ) -> None:
+        self.engine, self.write, self.timeout_s = engine, write, timeout_s
         mine = set(module.parameters())
         # Inside another summon of the same unit the outer one keeps it whole.
         self.units = [u for u in engine.units if mine & set(u.params) and not u.summoned]
+        self.asked = (*(("grad",) if grads else ()), *(MOMENTS if optim else ()))
         self.copies: list[Tensor | None] = []
         self.sums: list[int] = []
+        self.full: list[tuple[FlatUnit, str, Tensor]] = []
+        """(unit, state, full fp32 values) of what was asked for beside parameters."""
 
     @torch.no_grad()
-    def __enter__(self) -> None:
+    def __enter__(self) -> Whole:
         engine = self.engine
         if in_backward():
             raise ZplanError("`summon` inside backward", "summon between steps")
+        if "grad" in self.asked and not engine.is_gradient_accumulation_boundary():
+            raise ZplanError(
+                f"`summon(grads=True)` after {engine.reducer.micro_step} of {engine.choice.accumulation} micro-steps: there are "
+                "no whole gradients",
+                "enter it between the last backward of a step and `engine.step()`",
+            )
+        names = ", ".join(u.name for u in self.units)
+        engine.collectives.meet(f"summon {names} {self.asked} write={self.write}", "summon", timeout_s=self.timeout_s)
         for u in self.units:
             if u.slot is None:
                 engine.gatherer.need(u)
@@ -46,6 +76,52 @@ class Summoned:
             u.open = u.summoned = True
             if not self.write:
                 self.sums.append(checksum(self._values(len(self.copies) - 1)))
+        return self._states()
+
+    def _states(self) -> Whole:
+        """Gather what was asked for beside parameters."""
+        whole, optimizer = Whole(), self.engine.optimizer
+        for u in self.units if self.asked else ():
+            if u.placement.frozen:
+                continue
+            for state in self.asked:
+                full = self._gather(u, optimizer.slices(u, state))
+                if state == "grad":
+                    full.mul_(optimizer.mean(self.engine.collectives))
+                self.full.append((u, state, full))
+                for entry, shape in zip(u.layout.entries, u.shapes, strict=True):
+                    view = full[entry.offset : entry.end].view(shape)
+                    if state == "grad":
+                        whole.grads[entry.name] = view
+                    else:
+                        whole.optim.setdefault(entry.name, {})[state] = view
+        return whole
+
+    def _gather(self, u: FlatUnit, slices: list[Tensor]) -> Tensor:
+        """Every rank's slices of one state, in one full-length fp32 buffer."""
+        if not shards_states(self.engine.choice):
+            return slices[0].clone()
+        full = torch.empty(u.layout.padded_numel, dtype=torch.float32, device=self.engine.device)
+        pairs = []
+        for piece, mine in zip(u.layout.pieces, slices, strict=True):
+            own = u.own(full, piece)
+            own.copy_(mine)
+            pairs.append((full[piece.offset : piece.offset + piece.numel], own))
+        self.engine.collectives.all_gather(pairs, u.name)
+        return full
+
+    def _take_in_states(self) -> None:
+        """Keep what was written to gradients and moments."""
+        optimizer = self.engine.optimizer
+        for u, state, full in self.full:
+            if state == "grad":
+                full.div_(optimizer.mean(self.engine.collectives))
+            slices = optimizer.slices(u, state)
+            parts = [u.own(full, p) for p in u.layout.pieces] if shards_states(self.engine.choice) else [full]
+            for mine, written in zip(slices, parts, strict=True):
+                mine.copy_(written)
+        if "grad" in self.asked:
+            optimizer.measure_again()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -58,7 +134,10 @@ class Summoned:
                 u.summoned = False
                 if self.copies[i] is not None:
                     u.hide()
+            if self.write:
+                self._take_in_states()
         self.copies.clear()
+        self.full.clear()
         if touched and error is None:
             raise ZplanError(
                 f"parameters of `{touched[0]}` were changed inside `summon`, and the change is lost or half-kept",
@@ -94,5 +173,8 @@ class Summoned:
             for master, written in pairs:
                 same = master.to(written.dtype) == written
                 master.copy_(torch.where(same, master, written.float()))
+        if u.shard is not None:
+            for piece in u.layout.pieces:
+                u.shard_of(u.shard, piece).copy_(u.own(values, piece))
         if u.slot is not None and u.slot.holder is u:
             u.slot.holder = None

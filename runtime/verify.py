@@ -25,6 +25,7 @@ from zplan.planner.ledger import Ledger, Line
 from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
+from zplan.runtime.sentinel import ReducedGradient
 
 ACTIVATIONS = "act"
 """Name under which the walk puts what no owner holds."""
@@ -78,7 +79,7 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     for u in engine.units:
         name = u.placement.size_class
         for p in u.params:
-            if p.grad is not None:
+            if p.grad is not None and not isinstance(p.grad, ReducedGradient):
                 yield f"grads.{name}", p.grad
         for attribute in ("master", "exp_avg", "exp_avg_sq"):
             tensor = getattr(u, attribute)
@@ -101,6 +102,8 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     if engine.checkpoints.snapshot is not None:
         yield "save.snapshot", engine.checkpoints.snapshot
     yield "optim.scalars", engine.optimizer.scalars.buffer
+    if engine.optimizer.scaler is not None:
+        yield "optim.loss_scale", engine.optimizer.scaler.buffer
     if engine.optimizer.table is not None:
         yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms

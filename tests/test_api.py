@@ -92,7 +92,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_way_out():
         ({"offload": "disk"}, "`--offload disk` is unknown", "--offload none"),
         ({"optimizer": "lion"}, "`--optimizer lion` is not built yet", "adamw"),
         ({"optimizer": "adamww"}, "`--optimizer adamww` is unknown", "did you mean `adamw`?"),
-        ({"precision": "fp16"}, "`--precision fp16` is not built yet", "bf16 or fp32"),
+        ({"precision": "fp8"}, "`--precision fp8` is not built yet", "bf16, fp16 or fp32"),
         ({"precision": "bf61"}, "`--precision bf61` is unknown", "did you mean `bf16`?"),
         ({"checkpointing": "selective"}, "`--checkpointing selective` is unknown", "none, full"),
         ({"attention": "flash"}, "`--attention flash` is unknown", "sdpa, eager"),

@@ -243,7 +243,7 @@ def test_models_and_gpus(run):
     lines = out.splitlines()
     assert code == 0 and len(lines) == 95
     (row,) = [x for x in lines if x.startswith("  llama-2-7b ")]
-    assert "6,738,415,616" in row and " yes " in row
+    assert "6,738,415,616" in row and " plan and run " in row
     assert any("estimate only" in x and "qwen3-8b" in x for x in lines)
     assert len(json.loads(run("models", "--json")[1])) == 94
     code, out, _ = run("gpus")

@@ -126,7 +126,6 @@ def test_what_is_left_out_has_deepspeeds_meaning():
         ({"zero_optimization": True}, "is true", "an object"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "`offload_optimizer`", '"none"'),
         ({"zero_optimization": {"overlap_comm": "true"}}, 'is the string "true"', "without quotes"),
-        ({"fp16": {"enabled": True}}, "`fp16` of `ds.json` asks for something that is not built yet", "bf16"),
         ({"bf16": {"enabled": "true"}}, 'the string "true"', "without quotes"),
         ({"steps_per_print": "auto"}, 'is "auto"', "write a whole number"),
         ({"gradient_clipping": -1}, "is the number -1", "at least 0"),
@@ -310,3 +309,26 @@ def test_accumulation_is_fp32_wherever_deepspeed_allows_it(stage, precision, exp
     m = to_mapping(c, largest_block_numel=1)
     assert m["data_types"] == {"grad_accum_dtype": expected}
     assert from_mapping(m, world_size=1).precision == precision
+
+
+def test_live_parameters_are_ring_slots():
+    block = 1000
+    for live, slots in ((0, 2), (2999, 2), (3000, 3), (10**9, 4)):
+        c = from_mapping({**ONE, "zero_optimization": {"stage": 3, "max_live_parameters": live}}, world_size=2)
+        assert c.slots([block] * 4) == slots
+        assert to_mapping(c, largest_block_numel=block)["zero_optimization"]["stage3_max_live_parameters"] == live
+    own = {**ONE, "zero_optimization": {"stage3_max_live_parameters": 3000}, "zplan": {"ring_slots": 2}}
+    assert from_mapping(own, world_size=2).slots([block] * 4) == 2, "zplan's own key counts"
+
+
+@pytest.mark.parametrize("own", [None, 2])
+def test_live_parameters_are_a_line_of_the_plans_ledger(own):
+    import zplan
+
+    config = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 11_000_000}}
+    if own:
+        config["zplan"] = {"ring_slots": own}
+    plan = zplan.plan("smollm2-135m", gpus=2, mem=8, seq=64, config=config)
+    assert 3 * 3_540_096 < 11_000_000 < 4 * 3_540_096, "three blocks of this model"
+    assert plan.choice.ring_slots == (own or 3) and len(plan.ledger.line("params.ring.block").spans) == (own or 3)
+    assert plan.training.max_live is None and plan.settings == ()

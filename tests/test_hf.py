@@ -163,7 +163,9 @@ def build_peft(name: str, checkpointing: str) -> nn.Module:
     model = build(name, checkpointing)
     if checkpointing == "reentrant":
         model.enable_input_require_grads()
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False
+    )
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for names that are on their way out
@@ -173,7 +175,11 @@ def build_peft(name: str, checkpointing: str) -> nn.Module:
 @pytest.mark.gloo
 def test_peft_adapters(run_ranks):
     pytest.importorskip("peft")
-    cases = {f"{how} {s}": ("test_hf:build_peft", ("llama", how), m.config(s), 3) for how in ("none", "reentrant") for s in (2, 3)}
+    cases = {
+        f"{how} {s}": ("test_hf:build_peft", ("llama", how), m.config(s), 3)
+        for how in ("none", "reentrant")
+        for s in (2, 3)
+    }
     results = run_ranks(2, m.train_each, cases, limit=200)
     for how in ("none", "reentrant"):
         expected = m.reference("test_hf:build_peft", ("llama", how), steps=3, world_size=2)

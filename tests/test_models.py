@@ -205,6 +205,7 @@ def test_rotary_settings_old_and_new(keys, theta, scaling):
         ({"model_type": "qwen2", "num_attention_heads": 33}, "33 heads, which do not divide its width 4096"),
         ({"model_type": "qwen2", "num_key_value_heads": 5}, "32 heads and 5 key-value heads"),
         ({"model_type": "qwen2", "architectures": ["Qwen2ForTokenClassification"]}, "Qwen2ForTokenClassification"),
+        ({"model_type": "qwen2", "hidden_act": "relu"}, '`hidden_act` of `config.json` is the string "relu"'),
         ({"model_type": "phi", "qk_layernorm": True}, "`qk_layernorm`"),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, "`word_embed_proj_dim`"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "1 experts of which a token takes 2"),
@@ -299,3 +300,19 @@ def test_every_type_is_estimated_and_only_runnable_ones_are_planned(kind):
         with pytest.raises(ZplanError, match="`model_type` of .* is estimate only"):
             plan(name, gpus=64, mem="200GiB")
         assert any("estimate only" in x for x in found.notes)
+
+
+def test_classes_with_windows_are_estimated_with_eager_attention_unless_asked():
+    found = estimate("gemma-3-1b", gpus=1, mem=80)
+    assert found.row.choice.attention == "eager" and found.row.choice.seq == 2048
+    asked = estimate("gemma-3-1b", gpus=1, mem=80, attention="sdpa", seq=256)
+    assert asked.longest_seq == 511
+    with pytest.raises(ZplanError, match="windows of 512 tokens"):
+        estimate("gemma-3-1b", gpus=1, mem=80, attention="sdpa", seq=512)
+    with pytest.raises(ZplanError, match="`gemma2` refuses fused attention"):
+        estimate("gemma-2-2b", gpus=1, mem=80, attention="sdpa")
+
+
+def test_dropout_of_a_class_is_a_note():
+    notes = model_from("opt-1.3b", None).notes
+    assert any("dropout (dropout) is left out" in x for x in notes)

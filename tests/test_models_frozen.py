@@ -101,7 +101,9 @@ def ledger(engine: Engine, model: nn.Module) -> Ledger:
     """States and buffers of this model; its activations are nobody's here."""
     time = timeline([f.unit for f in find_units(model)])
     placements = [u.placement for u in engine.units]
-    return merge(time.phases, state_lines(placements, engine.choice, time), buffer_lines(placements, engine.choice, time))
+    return merge(
+        time.phases, state_lines(placements, engine.choice, time), buffer_lines(placements, engine.choice, time)
+    )
 
 
 def metered(rank: int, world_size: int, precision: str) -> dict[int, tuple[Ledger, Comparison]]:
@@ -135,7 +137,10 @@ def test_frozen_lines_are_exact(run_ranks, precision):
             itemsize = 4 if precision == "fp32" else 2
             if stage == 3:
                 shard = ids["params.frozen.shard.frozen2"]
-                assert shard.count == 4 and frozen_layer * itemsize / 2 <= shard.nbytes < frozen_layer * itemsize / 2 + 2048
+                assert (
+                    shard.count == 4
+                    and frozen_layer * itemsize / 2 <= shard.nbytes < frozen_layer * itemsize / 2 + 2048
+                )
             else:
                 assert f"replicated on 2 ranks: stage {stage}" in ids["params.frozen.whole.frozen2"].note
             assert not any(i.startswith(("optim", "grads")) and "frozen" in i for i in ids)

@@ -44,6 +44,7 @@ def config(
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "gradient_clipping": clip,
         "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 8},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": piece},
         "zplan": {"checkpointing": checkpointing, "seq": SEQ, **zplan},
     }

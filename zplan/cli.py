@@ -128,7 +128,7 @@ QUESTION = (
     click.option("--micro-batch", type=int, metavar="N", help="Sequences per GPU and micro-step.  [default: 1]"),
     click.option("--global-batch", type=int, metavar="N", help="Sequences per optimizer step over all GPUs."),
     click.option("--seq", type=int, metavar="N", help="Tokens per sequence.  [default: 2048 or the model's limit]"),
-    click.option("--precision", metavar="TYPE", help="bf16 or fp32.  [default: bf16]"),
+    click.option("--precision", metavar="TYPE", help="bf16, fp16 or fp32.  [default: bf16]"),
     click.option("--checkpointing", metavar="HOW", help="none or full.  [default: none where it fits with room]"),
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),

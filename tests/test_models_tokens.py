@@ -1,0 +1,124 @@
+"""Token-weighted losses, clipping by call, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import any_model as m
+import numpy as np
+import pytest
+import torch
+from test_models_flow import Net
+from torch.nn import functional as F  # noqa: N812
+
+from zplan.planner.errors import ZplanError
+from zplan.runtime.engine import initialize
+
+ACCUMULATION, STEPS = 2, 3
+
+
+def counted(step: int, rank: int, k: int) -> tuple[m.Batch, int]:
+    """A batch in which only some labels count: none at all on one rank in one micro-step."""
+    batch = m.tokens(step, rank, k)
+    g = torch.Generator().manual_seed(step * 100 + rank * 10 + k)
+    drop = torch.rand(batch["labels"].shape, generator=g) < 0.2 + 0.5 * rank
+    if (step, rank, k) == (1, 1, 0):
+        drop[:] = True
+    batch["labels"] = batch["labels"].masked_fill(drop, -100)
+    return batch, int((batch["labels"] != -100).sum())
+
+
+def mean_loss(model: torch.nn.Module, batch: m.Batch) -> torch.Tensor:
+    logits = model(**batch)["logits"]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def weighted(rank: int, world_size: int) -> dict[int, Any]:
+    out = {}
+    for stage in range(4):
+        engine, *_ = initialize(model=Net("logits"), config=m.config(stage, ACCUMULATION), checked=True)
+        norms = []
+        for step in range(STEPS):
+            for k in range(ACCUMULATION):
+                batch, n = counted(step, rank, k)
+                engine.backward(mean_loss(engine, batch), num_tokens=n)
+                engine.step()
+            norms.append(engine.grad_norm.item())
+        out[stage] = norms, m.whole(engine)
+        engine.close()
+    return out
+
+
+def weighted_reference(world_size: int) -> tuple[list[float], dict[str, Any]]:
+    """One process: the sum over all tokens of a step, divided by their number."""
+    model = Net("logits")
+    optimizer = torch.optim.AdamW(model.parameters(), **m.ADAMW)
+    norms = []
+    for step in range(STEPS):
+        rows = [counted(step, rank, k) for rank in range(world_size) for k in range(ACCUMULATION)]
+        total = sum(n for _, n in rows)
+        for batch, n in rows:
+            if n:
+                (mean_loss(model, batch) * n / total).backward()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), m.CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {n: p.detach().numpy() for n, p in model.named_parameters()}
+
+
+@pytest.mark.gloo
+def test_every_token_weighs_the_same(run_ranks):
+    norms, params = weighted_reference(2)
+    for result in run_ranks(2, weighted):
+        for stage in range(4):
+            np.testing.assert_allclose(result[stage][0], norms, rtol=5e-6)
+            for name, value in params.items():
+                np.testing.assert_allclose(result[stage][1][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def test_tokens_for_some_micro_steps_only_are_refused():
+    engine, *_ = initialize(model=Net(""), config=m.config(0, 2))
+    engine.backward(engine(**m.tokens(0, 0, 0)), num_tokens=3)
+    engine.step()
+    loss = engine(**m.tokens(0, 0, 1))
+    with pytest.raises(ZplanError, match="`num_tokens` was given to some backward calls"):
+        engine.backward(loss)
+    engine.close()
+
+
+# --- clipping by call ------------------------------------------------------------------------------------------------
+
+
+def clips(rank: int, world_size: int, by_call: bool) -> list[tuple[float, float]]:
+    """(norm, a weight after the step): the config's clip of 0.05, or the same by a call with a config of 1.0."""
+    out = []
+    for stage in (0, 2, 3):
+        config = m.config(stage)
+        config["gradient_clipping"] = 1.0 if by_call else 0.05
+        engine, *_ = initialize(model=Net(""), config=config, checked=True)
+        for step in range(2):
+            engine.backward(engine(**m.tokens(step, rank, 0)))
+            norm = engine.clip_grad_norm_(0.05) if by_call else engine.grad_norm
+            engine.step()
+        out.append((norm.item(), float(m.whole(engine)["layers.2.up.weight"].sum())))
+        engine.close()
+    return out
+
+
+@pytest.mark.gloo
+def test_clip_grad_norm_does_what_the_config_does(run_ranks):
+    assert run_ranks(2, clips, True) == run_ranks(2, clips, False)
+
+
+def test_clip_grad_norm_refuses_what_it_does_not_do():
+    engine, *_ = initialize(model=Net(""), config=m.config(0, 2))
+    engine.backward(engine(**m.tokens(0, 0, 0)))
+    with pytest.raises(ZplanError, match="after 1 of 2 micro-steps"):
+        engine.clip_grad_norm_(1.0)
+    with pytest.raises(ZplanError, match="norm_type inf"):
+        engine.clip_grad_norm_(1.0, float("inf"))
+    with pytest.raises(ZplanError, match="inside `no_sync`"), engine.no_sync():
+        engine.step()
+    engine.close()
