@@ -215,7 +215,7 @@ def _notes(search: Search) -> tuple[str, ...]:
     """What a user should see that is no part of the answer."""
     limit = search.seq_limit
     long: tuple[str, ...] = ()
-    if search.seq > limit:
+    if search.seq > limit and not search.model.assumed:
         long = (f"--seq {search.seq} is longer than what `{search.model.spec.name}` is made for, {limit} tokens",)
     return (*search.request.notes, *search.hardware.notes, *search.model.notes, *long)
 

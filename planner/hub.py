@@ -63,9 +63,10 @@ def hub_config(hub_id: str, *, offline: bool) -> tuple[dict[str, Any], str]:
     if path := cached_config(hub_id):
         return read_json(path), f"local Hugging Face cache, {path}"
     if offline_asked(offline=offline):
+        what = "--offline" if offline else "HF_HUB_OFFLINE"
         raise ZplanError(
-            f"`{hub_id}` is not in zplan's table or the local Hugging Face cache, and --offline forbids a download",
-            "drop --offline, or give the folder or config.json of the model",
+            f"`{hub_id}` is not in zplan's table or the local Hugging Face cache, and {what} forbids a download",
+            f"{'drop' if offline else 'unset'} {what}, or give the folder or config.json of the model",
         )
     return download_config(hub_id)
 

@@ -73,7 +73,7 @@ class UnitLayout:
 
     @property
     def max_piece_numel(self) -> int:
-        return max((p.numel for p in self.pieces), default=0)
+        return self.pieces[0].numel if self.pieces else 0  # Only the last one may be shorter.
 
     def renamed(self, name: str, params: Sequence[str]) -> UnitLayout:
         """The same layout for another unit of the same shape."""
@@ -122,7 +122,5 @@ def lay_out(name: str, params: Sequence[tuple[str, int]], *, world_size: int, pi
         at += numel
     padded = ceil_to(at, ALIGN * world_size)
     length = piece_length(piece_numel, world_size)
-    pieces = tuple(
-        Piece(start, min(length, padded - start), start // world_size) for start in range(0, padded, length)
-    )
+    pieces = tuple(Piece(start, min(length, padded - start), start // world_size) for start in range(0, padded, length))
     return UnitLayout(name, tuple(entries), pieces, sum(n for _, n in params), padded, world_size)

@@ -11,7 +11,7 @@ from zplan.planner.dsconfig import EXTRAS, TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line, Source, Tier
-from zplan.planner.models import ESTIMATE_ONLY, Architecture, Family, ModelSpec, decoder_units
+from zplan.planner.models import ESTIMATE_ONLY, Architecture, Family, ModelSpec
 from zplan.planner.plan_file import SCHEMA_VERSION, Plan, version
 from zplan.planner.predict import predict
 from zplan.planner.reading import (
@@ -25,6 +25,7 @@ from zplan.planner.reading import (
     want_one_of,
     want_str,
 )
+from zplan.planner.sources import build_spec
 from zplan.planner.verdict import Decision
 
 _TOP = (
@@ -99,7 +100,7 @@ def _read_model(block: dict[str, Any], where: str) -> tuple[ModelSpec, str]:
         rope_scaling=tuple(sorted(scaling.items())),
         window=_optional_int("window", inner, values["window"]),
     )
-    spec = ModelSpec(want_str("name", where, block["name"]), decoder_units(arch), arch)
+    spec = build_spec(want_str("name", where, block["name"]), arch, where)
     if spec.num_params != block["num_params"]:
         raise ZplanError(
             f"{where} says {block['num_params']} parameters, but its architecture has {spec.num_params}",

@@ -47,6 +47,10 @@ def parse_json(text: str, source: str) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ZplanError(f"`{source}` nests too deeply to be a config", "check that it is the right file") from None
+    except ValueError:  # Python reads no whole number of more than 4,300 digits.
+        raise ZplanError(
+            f"`{source}` holds a number of thousands of digits", "check that it is the right file"
+        ) from None
     except ZplanError as e:
         raise ZplanError(f"`{source}`: {e.message}", e.hint) from None
     if not isinstance(value, dict):
@@ -120,11 +124,17 @@ def want_bool(name: str, where: str, value: object) -> bool:
     raise refuse_type(name, where, value, "true or false, without quotes")
 
 
+MOST = 10**15
+"""Largest whole number of a file; beyond it no size, count or number of bytes means anything."""
+
+
 def want_int(name: str, where: str, value: object, *, least: int = 1) -> int:
-    """A whole number of at least `least`. `5e8` is one: configs of this field write counts that way."""
+    """A whole number from `least` to `MOST`. `5e8` is one: configs of this field write counts that way."""
     ok = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value) and value == int(value))
     if isinstance(value, bool) or not ok or not isinstance(value, (int, float)) or value < least:
         raise refuse_type(name, where, value, f"a whole number of at least {least}")
+    if value > MOST:
+        raise ZplanError(f"`{name}` of {where} is beyond anything zplan plans for", f"write {MOST:,} or less")
     return int(value)
 
 

@@ -154,7 +154,7 @@ def _choice(e: Estimate) -> list[str]:
     if e.fits:
         out.append(f"  Longest sequence that fits: {e.longest_seq:,} tokens ({_limit_of_seq(e)}).")
     for i, r in enumerate(e.remedies):
-        lead = "Would fit with" if i == 0 else "            or"
+        lead = ("Would fit with" if e.counted else "Would leave room for activations with") if i == 0 else f"{'or':>14}"
         out.append(f"  {lead} {r.what}: {format_gib(r.spare_bytes)} GiB to spare ({r.option})")
     if not e.row.fits and not e.remedies:
         out.append("  No change that zplan can run makes it fit.")

@@ -14,6 +14,9 @@ from zplan.planner.units import parse_bytes, parse_count
 MOST = 10**9
 """Largest whole number that an option takes; beyond it a search by divisors would not end."""
 
+MOST_ELEMENTS = 10**12
+"""Largest reduce bucket; configs use absurdly large ones to say: all at once."""
+
 OPTION = {
     "stage": "--stage",
     "micro_batch": "--micro-batch",
@@ -83,6 +86,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
     for name in given:
         if name not in ARGUMENTS:
             raise ZplanError(f"unknown argument `{name}`", did_you_mean(name, ARGUMENTS) or "see the documentation")
+    given = {name: _of_type(name, value) for name, value in given.items()}
     _refuse_unbuilt(given)
     fixed = {name: _check(name, given[name]) for name in OPTION if name in given}
     fixed_by = {name: OPTION[name] for name in fixed}
@@ -102,6 +106,21 @@ def make_request(given: Mapping[str, Any]) -> Request:
         asked={name: _plain(given[name]) for name in ARGUMENTS if name in given},
         notes=notes,
     )
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "model": ((str, os.PathLike), "a name, a path or a hub id"),
+    "gpu": ((str,), "a name that `zplan gpus` lists"),
+    "config": ((str, os.PathLike, Mapping), "a path or a mapping"),
+}
+"""Arguments that a command line gives as text, and what Python may give; the rest is checked where it is parsed."""
+
+
+def _of_type(name: str, value: Any) -> Any:
+    types, need = _TYPES.get(name, ((object,), ""))
+    if not isinstance(value, types):
+        raise ZplanError(f"`{name}` is {value!r}", f"give {need}")
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _plain(value: Any) -> Any:
@@ -192,6 +211,8 @@ def _merge_config(
         own = _CONFIG_NAMES.get(name, name)
         if own not in OPTION:
             settings[name] = value
+        elif isinstance(value, int) and value > (MOST_ELEMENTS if own == "piece_numel" else MOST):
+            raise ZplanError(f"`{source}` asks for {value:,} as {own.replace('_', '-')}", "check that number")
         elif own in fixed and fixed[own] != value:
             raise ZplanError(f"`{OPTION[own]} {fixed[own]}` and `{source}` ({value}) disagree", "drop one of the two")
         elif own not in fixed:

@@ -11,6 +11,10 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.units import format_count
 
+MOST = {"layers": 10_000, "hidden": 10**7, "heads": 10**6, "head_dim": 10**6, "ffn": 10**8, "vocab": 10**8}
+MOST_PARAMS = 10**13
+"""Beyond any model there is; a typing error larger than this would only keep the machine busy."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -125,4 +129,15 @@ def _from_config(
     from zplan.planner.hfconfig import read_architecture
 
     arch, left_out = read_architecture(config, label or name)
-    return Model(ModelSpec(name, decoder_units(arch), arch), source, notes=(*notes, *left_out))
+    return Model(build_spec(name, arch, f"`{label or name}`"), source, notes=(*notes, *left_out))
+
+
+def build_spec(name: str, arch: Architecture, where: str) -> ModelSpec:
+    """The units of an architecture that a file gave, once its sizes are such that they can be listed at all."""
+    for field, most in MOST.items():
+        if getattr(arch, field) > most:
+            raise ZplanError(f"`{field}` of {where} is {getattr(arch, field):,}", f"zplan plans for up to {most:,}")
+    spec = ModelSpec(name, decoder_units(arch), arch)
+    if spec.num_params > MOST_PARAMS:
+        raise ZplanError(f"{where} has {spec.num_params:,} parameters", f"zplan plans for up to {MOST_PARAMS:,}")
+    return spec

@@ -25,13 +25,15 @@ _BYTES = {
 }
 """A bare letter is binary, as in the tools that print `24G` for a card."""
 
-_NUMBER = re.compile(r"\s*(\d[\d_,]*)?(?:\.(\d+))?(?:[eE]([+-]?\d{1,3}))?\s*([A-Za-z]*)\s*")
+_NUMBER = re.compile(r"\s*(\d[\d_,]{0,99})?(?:\.(\d{1,99}))?(?:[eE]([+-]?\d{1,3}))?\s*([A-Za-z]*)\s*")
 
 MAX_COUNT = 10**15
 MAX_BYTES = 2**50
 
 
 def _refuse(value: object, name: str, example: str) -> ZplanError:
+    if len(str(value)) > 60:
+        value = f"{str(value)[:60]}..."
     if isinstance(value, str) and value.strip().startswith("-"):
         return ZplanError(f"`{name} {value}` is negative", f"write a positive number, such as {example}")
     return ZplanError(f"`{name} {value}` is not a size that zplan can read", f"write it as {example}")

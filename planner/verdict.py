@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zplan.planner.activations import counted, prefers_eager
+from zplan.planner.config import REDUCE_ITEMSIZE
 from zplan.planner.search import DEFAULT_SEQ, STAGES, Row, Search
 from zplan.planner.units import format_gib, format_percent, format_small
 
@@ -90,9 +91,10 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
     for name in ("stage", "checkpointing", "micro_batch", "accumulation", "global_batch", *_DEFAULTS):
         value = getattr(row.choice, name)
         by = search.request.fixed_by.get(name)
-        out.append(
-            Decision(name, value, by is None, f"asked by {by}" if by else reasons.get(name, _DEFAULTS.get(name, "")))
-        )
+        reason = f"asked by {by}" if by else reasons.get(name, _DEFAULTS.get(name, ""))
+        if by and name == "piece_numel":
+            reason = f"{reason}; elements, {format_small(value * REDUCE_ITEMSIZE)} in fp32"
+        out.append(Decision(name, value, by is None, reason))
     for name, value in (("offload", "none"), ("optimizer", "adamw")):
         asked = name in search.request.asked
         out.append(Decision(name, value, not asked, f"asked by --{name}" if asked else "the only one built yet"))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zplan.planner.errors import ZplanError
+from zplan.planner.reading import kind_of
 from zplan.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def find_files(path: Path) -> list[Path]:
             raise ZplanError(f"`{path}` is one JSON document, not text", 'use .jsonl: one {"text": "..."} per line')
         return [path]
     if not path.is_dir():
-        raise ZplanError(f"there is no file or folder `{path}`")
+        raise ZplanError(f"there is no file or folder `{path}`", "check the path")
     found: list[Path] = []
 
     def refuse(error: OSError) -> None:
@@ -50,7 +51,7 @@ def find_files(path: Path) -> list[Path]:
         folders[:] = [f for f in folders if not f.startswith(".")]
         found += [Path(folder, n) for n in names if n.endswith((".txt", ".jsonl")) and not n.startswith(".")]
     if not found:
-        raise ZplanError(f"`{path}` holds no .txt or .jsonl file")
+        raise ZplanError(f"`{path}` holds no .txt or .jsonl file", "name a text file of another kind itself")
     return sorted(found)
 
 
@@ -59,7 +60,7 @@ def _not_text(where: str, byte: int) -> ZplanError:
 
 
 def _unreadable(path: str | Path, error: OSError) -> ZplanError:
-    return ZplanError(f"`{path}` cannot be read: {error.strerror or error}")
+    return ZplanError(f"`{path}` cannot be read: {error.strerror or error}", "check its permissions")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -100,20 +101,30 @@ def _chunks(path: Path) -> Iterator[str]:
     yield held
 
 
+def _instead(row: object) -> str:
+    """What a row of the wrong kind is."""
+    if not isinstance(row, dict):
+        return "it is not an object"
+    if "text" in row:
+        return f"there it has {kind_of(row['text'])}"
+    return f"its keys are {', '.join(map(str, row)) or 'none'}"
+
+
 def _row_text(path: Path, number: int, line: str) -> str:
     where = f"`{path}:{number}`"
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except ValueError as error:
         raise ZplanError(f"{where} is not JSON: {error}", 'a line is {"text": "..."}') from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        keys = f"its keys are {', '.join(map(str, row)) or 'none'}" if isinstance(row, dict) else "it is not an object"
-        raise ZplanError(f'{where} has no string under the key "text": {keys}', 'a line is {"text": "..."}')
+        raise ZplanError(f'{where} has no string under the key "text": {_instead(row)}', 'a line is {"text": "..."}')
     text: str = row["text"]
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ZplanError(f"{where} holds half of a surrogate pair, which is no character") from None
+        raise ZplanError(
+            f"{where} holds half of a surrogate pair, which is no character", "write the row again"
+        ) from None
     return text
 
 
@@ -182,7 +193,8 @@ def prepare(files: list[Path], tokenizer: Tokenizer, folder: Path) -> Corpus:
     finally:
         partial.unlink(missing_ok=True)
     if not tokens:
-        raise ZplanError(f"there is no text in {', '.join(f'`{f}`' for f in files[:3])}{' ...' if files[3:] else ''}")
+        names = f"{', '.join(f'`{f}`' for f in files[:3])}{' ...' if files[3:] else ''}"
+        raise ZplanError(f"there is no text in {names}", "name files that hold some")
     return Corpus(target, dtype, tokens, documents, len(files))
 
 

@@ -217,5 +217,9 @@ def _tokenizer_folder(plan: Plan, asked: str | None) -> Path | None:
 def random_corpus(vocab: int, num_tokens: int, seed: int, folder: Path) -> Corpus:
     """Tokens that mean nothing, for measuring: memory does not depend on them."""
     path = folder / "tokens.uint32"
-    np.random.default_rng(seed).integers(0, vocab, num_tokens, dtype=np.uint32).tofile(path)
+    tokens = np.random.default_rng(seed).integers(0, vocab, num_tokens, dtype=np.uint32)
+    try:
+        tokens.tofile(path)
+    except OSError as error:  # numpy raises it without an errno when a disk is full.
+        raise ZplanError(f"`{path}` cannot be written: {error}", "set TMPDIR to another folder") from None
     return Corpus(path, "uint32", num_tokens, 1, 1)

@@ -10,6 +10,7 @@ from zplan.planner.api import DoesNotFit, Estimate
 from zplan.planner.errors import ZplanError
 from zplan.planner.plan_file import Plan
 from zplan.planner.plan_reading import parse_plan
+from zplan.planner.report import report
 from zplan.planner.units import GIB
 
 HEADLINE = {"params": "7e9", "gpus": 8, "mem": 24}
@@ -110,6 +111,11 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_way_out():
         ({"params": "-7e9"}, "`--params -7e9` is negative", "7e9"),
         ({"params": None}, "neither --model nor --params is given", "--params 7e9"),
         ({"model": "gpt2"}, "both --model and --params are given", "--params 7e9"),
+        ({"params": None, "model": 3}, "`model` is 3", "a name, a path or a hub id"),
+        ({"gpu": 4090}, "`gpu` is 4090", "`zplan gpus`"),
+        ({"config": 3}, "`config` is 3", "a path or a mapping"),
+        ({"config": {"train_micro_batch_size_per_gpu": 1e30}}, "is beyond anything zplan plans for", "or less"),
+        ({"config": {"train_batch_size": 10**12}}, "asks for 1,000,000,000,000 as global-batch", "check"),
         ({"global_batch": 100}, "100 / 8 = 12.5", "use 96 or 104"),
         ({"global_batch": 64, "micro_batch": 2, "accumulation": 3}, "is not 2 x 3 x 8 GPUs = 48", "use 48"),
     ],
@@ -149,6 +155,43 @@ def test_flag_and_config_must_agree():
     assert zplan.estimate(**HEADLINE, config=config, stage=2).row.choice.stage == 2
     with pytest.raises(ZplanError, match="`--stage 1` and `config`.*disagree"):
         zplan.estimate(**HEADLINE, config=config, stage=1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "`layers` of .* is 1,000,000,000"),
+        ({"hidden_size": 10**30}, "is beyond anything"),
+        ({"hidden_size": 10**6, "intermediate_size": 10**8}, "has 9,728,064,065,000,000 parameters"),
+    ],
+)
+def test_a_shape_beyond_all_sizes_is_refused_at_once(tmp_path, sizes, message):
+    config = {"model_type": "llama", "num_attention_heads": 8, "intermediate_size": 64, "num_hidden_layers": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 64, "vocab_size": 32000, **sizes}))
+    with pytest.raises(ZplanError, match=message):
+        zplan.estimate(tmp_path, gpus=8, mem=24)
+
+
+def test_a_model_may_be_a_path(tmp_path):
+    config = {"model_type": "llama", "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 64, "vocab_size": 320}))
+    plan = zplan.plan(tmp_path, gpus=2, mem=24)
+    assert plan.asked["model"] == str(tmp_path) and parse_plan(json.loads(plan.to_json()), "p") == plan
+
+
+def test_an_assumed_shape_has_no_limit_to_note():
+    assert zplan.estimate(**HEADLINE, seq=2**21).notes == ()
+
+
+def test_a_bucket_is_told_in_bytes_too():
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"reduce_bucket_size": 5e9}}
+    by = {d.name: d for d in zplan.estimate(**HEADLINE, config=config).decisions}
+    assert by["piece_numel"].reason == "asked by `config`; elements, 18.63 GiB in fp32"
+
+
+def test_remedies_of_a_model_without_activations_claim_no_fit():
+    text = report(zplan.estimate("deepseek-v3", gpus=8, mem=80))
+    assert "Would leave room for activations with 512 GPUs" in text and "Would fit" not in text
 
 
 def test_notes_of_config_and_model_come_along():

@@ -159,6 +159,10 @@ ERRORS = [
         [*HEADLINE, "--config", "nothing.json"],
         "error: `nothing.json` does not exist\n\nhint: check the path\n",
     ),
+    (
+        [*HEADLINE, "--params", "9" * 5000],
+        f"error: `--params {'9' * 60}...` is not a size that zplan can read\n\nhint: write it as 7e9, 7B or 350M\n",
+    ),
     (["estimat"], "error: unknown command `estimat`\n\nhint: did you mean `estimate`?\n"),
     (
         ["estimate", "--gpus", "8", "--mem", "24"],
@@ -190,6 +194,8 @@ def test_version(run):
 
 
 def test_no_command_shows_help(run):
+    shown = run()
+    assert shown[1:] in ((run("--help")[1], ""), ("", run("--help")[1])) and shown[0] == (2 if shown[2] else 0)
     code, out, err = run("--help")
     assert (code, err) == (0, "")
     assert [line for line in out.splitlines() if re.fullmatch(r"(Plan|Run|Inspect):", line)] == [

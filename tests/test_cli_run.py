@@ -47,6 +47,18 @@ def plan_folder(tmp_path_factory) -> Path:
     return folder
 
 
+def test_random_tokens_that_do_not_fit_the_disk(tmp_path):
+    (tmp_path / "tokens.uint32").symlink_to("/dev/full")
+    with pytest.raises(ZplanError, match="tokens.uint32` cannot be written"):
+        start.random_corpus(257, 10**5, 0, tmp_path)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31])
+def test_seeds_that_no_generator_takes(plan_folder, never_launch, seed):
+    with pytest.raises(click.BadParameter, match="not in the range"):
+        invoke(cli_run.verify, plan_folder / "plan.json", "--seed", seed)
+
+
 @pytest.fixture
 def never_launch(monkeypatch):
     def launch(*_args, **_more):

@@ -62,7 +62,7 @@ def test_a_folder_is_its_text_files_in_name_order(tmp_path):
         (
             "a.jsonl",
             '{"text": "x"}\n{"text": 3}\n',
-            r'a.jsonl:2` has no string under the key "text": its keys are text',
+            r'a.jsonl:2` has no string under the key "text": there it has the number 3',
         ),
         ("a.jsonl", '{"txt": "x"}', r'a.jsonl:1` has no string under the key "text": its keys are txt'),
         ("a.jsonl", "[1]", "a.jsonl:1` has no string .* not an object"),

@@ -149,7 +149,8 @@ def test_no_network(server, monkeypatch):
 def test_offline_by_flag_and_by_variable(server, monkeypatch):
     assert "--offline" in refusal("org/tiny", offline=True).message
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "--offline" in refusal("org/tiny").message
+    refused = refusal("org/tiny")
+    assert "HF_HUB_OFFLINE forbids" in refused.message and refused.hint.startswith("unset HF_HUB_OFFLINE")
     assert server.seen == []
 
 

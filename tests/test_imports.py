@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import zplan
+
 ROOT = Path(__file__).parent.parent
 ROOMS = ("planner", "runtime", "cuda_ops")
 FILES = [p for room in (*ROOMS, "zplan") for p in sorted((ROOT / room).glob("*.py"))]
@@ -46,6 +48,14 @@ def test_the_command_line_imports_no_runtime_and_little_else():
     names = imports(ROOT / "zplan" / "cli.py", top_only=True)
     assert foreign(names) == {"click"}
     assert not any(n.startswith(("zplan.runtime", "zplan.planner")) for n in names)
+
+
+def test_names_that_need_torch_say_so(monkeypatch):
+    for name in [m for m in sys.modules if m.startswith("zplan.runtime.engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(zplan.ZplanError, match="`zplan.initialize` needs torch"):
+        _ = zplan.initialize
 
 
 def test_every_room_was_found():

@@ -178,9 +178,10 @@ def test_a_truncated_plan(plan, tmp_path, cut):
         ('{"a": NaN}', "`NaN` is not a number"),
         (b"\xff\xfe\x00", "is not a text file"),
         ("[" * 100_000, "nests too deeply"),
+        ('{"schema_version": ' + "9" * 5000 + "}", "number of thousands of digits"),
         (None, "does not exist"),
     ],
-    ids=["empty", "list", "text", "twice", "nan", "binary", "deep", "missing"],
+    ids=["empty", "list", "text", "twice", "nan", "binary", "deep", "digits", "missing"],
 )
 def test_files_that_are_no_plan(tmp_path, content, said):
     path = tmp_path / "plan.json"

@@ -24,7 +24,15 @@ __all__ = ["ZplanError", "estimate", "initialize", "meta_init", "plan", "summon"
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+        try:
+            return getattr(import_module(_WHERE[name]), name)
+        except ModuleNotFoundError as missing:
+            if missing.name != "torch":
+                raise
+            from zplan.planner.errors import ZplanError
+
+            hint = "pip install 'zplan[runtime]'"
+            raise ZplanError(f"`zplan.{name}` needs torch, which is not installed", hint) from None
     raise AttributeError(f"module `zplan` has no attribute `{name}`")
 
 

@@ -81,6 +81,9 @@ def main(args: list[str] | None = None) -> None:
     except ZplanError as e:
         code = _complain(e.message, e.hint, 1 if type(e).__name__ == "DoesNotFit" else 2)
     except click.UsageError as e:
+        if isinstance(e, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click 8.2 on; before, help is no error.
+            print(e.format_message(), file=sys.stderr)  # noqa: T201
+            sys.exit(2)
         path = e.ctx.command_path if e.ctx else "zplan"
         code = _complain(_lower(e.format_message()), f"`{path} --help` shows the options", 2)
     except (KeyboardInterrupt, click.Abort):

@@ -13,7 +13,13 @@ import click
 from zplan.planner.errors import ZplanError
 
 PLAN = click.argument("plan", type=click.Path(path_type=Path))
-SEED = click.option("--seed", default=0, show_default=True, help="Of the initial weights and the order of samples.")
+SEED = click.option(
+    "--seed",
+    type=click.IntRange(0, 2**31 - 1),
+    default=0,
+    show_default=True,
+    help="Of the initial weights and the order of samples.",
+)
 DATA_HELP = "Text: a file, or a folder of .txt and .jsonl files."
 TOKENIZER = click.option(
     "--tokenizer",
