@@ -15,7 +15,7 @@ COPIED = 3
 
 
 def snapshot_numel(placements: Sequence[Placement]) -> int:
-    """fp32 elements of the copy: what this rank writes, which is one slice of each piece even where it holds everything."""
+    """fp32 elements of the copy: what this rank writes, one slice of each piece even where it holds all."""
     return COPIED * sum(p.layout.shard_numel for p in placements if not p.frozen)
 
 

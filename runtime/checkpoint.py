@@ -129,6 +129,7 @@ class Checkpoints:
             applied_steps=round(e.optimizer.applied.item()),
             world_size=e.world_size,
             lr=float(e.optimizer.param_groups[0]["lr"]),
+            loss_scale=None if e.optimizer.scaler is None else tuple(e.optimizer.scaler.state()),
             training=describe_training(e.training_config),
             model=describe_model(e.module),
             parameters=parameters_of(e),
@@ -226,7 +227,9 @@ class Checkpoints:
     def _make_room(self) -> None:
         """Take the snapshot's memory, once and for all saves."""
         e = self.engine
-        self.snapshot = e.arena.take_host("save.snapshot", snapshot_numel([u.placement for u in e.units]), torch.float32)
+        self.snapshot = e.arena.take_host(
+            "save.snapshot", snapshot_numel([u.placement for u in e.units]), torch.float32
+        )
         at = 0
         for u in e.trained:
             for state in STATES:

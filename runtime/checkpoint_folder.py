@@ -207,8 +207,8 @@ def refuse_foreign(folder: Path) -> None:
         for path in folder.glob(pattern):
             raise ZplanError(
                 f"`{folder}` is a DeepSpeed checkpoint (`{path.name}`), and importing those is not built yet",
-                "make a model folder of it with the `zero_to_fp32.py` beside it (`--safe_serialization`), and start from "
-                "that with `zplan run --weights`: weights move over, moments do not",
+                "make a model folder of it with the `zero_to_fp32.py` beside it (`--safe_serialization`), and start "
+                "from that with `zplan run --weights`: weights move over, moments do not",
             )
 
 

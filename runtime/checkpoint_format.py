@@ -166,6 +166,8 @@ class Manifest:
         Optimizer steps taken, skipped ones included; `applied_steps` leaves those out.
     global_samples
         Sequences consumed: the index of the next one in the endless order of the data.
+    lr, loss_scale
+        As the last step left them; the loss scaler's state in fp16, else None.
     training
         The config that was trained under.
     model
@@ -182,6 +184,7 @@ class Manifest:
     applied_steps: int
     world_size: int
     lr: float
+    loss_scale: tuple[float, ...] | None
     training: Mapping[str, Any]
     model: Mapping[str, Any]
     parameters: tuple[Parameter, ...]
@@ -226,7 +229,8 @@ class Manifest:
             )
         parameters = tuple(Parameter(p["name"], tuple(p["shape"]), p["frozen"]) for p in raw.pop("parameters"))
         files = tuple(FileRecord(**f) for f in raw.pop("files"))
-        return Manifest(parameters=parameters, files=files, **raw)
+        scale = raw.pop("loss_scale")
+        return Manifest(parameters=parameters, files=files, loss_scale=None if scale is None else tuple(scale), **raw)
 
 
 OTHER = "`zplan checkpoint list` shows the others; `--resume auto` takes the newest that is whole"

@@ -44,7 +44,9 @@ class FrozenFiles:
             return last
         self.written, self.sums = None, sums
         sources = [
-            (e.range, e.of(state_tensor(u, FROZEN))) for u in units for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)
+            (e.range, e.of(state_tensor(u, FROZEN)))
+            for u in units
+            for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)
         ]
         return [(r, t.detach().to("cpu", copy=True)) for r, t in sources] if copied else sources
 

@@ -124,6 +124,8 @@ class Loader:
         e.global_steps, e.global_samples = m.global_step, m.global_samples
         if e.optimizer.scaler is not None:
             self._note(f"the loss scale is not in checkpoints: it begins at {e.optimizer.scaler.scale.item():g} again")
+        if m.loss_scale is not None and e.optimizer.scaler is not None:
+            e.optimizer.scaler.restore(list(m.loss_scale))
         if m.training["lr"] == e.training_config.lr:
             e.optimizer.param_groups[0]["lr"] = m.lr  # what a schedule had made of it; a new config's value wins
         if m.world_size == e.world_size:

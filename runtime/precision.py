@@ -59,6 +59,19 @@ class LossScaler:
         self._age.mul_(self._good).add_(1.0)
         self._stuck.copy()
 
+    def state(self) -> list[float]:
+        """What a checkpoint keeps: scale, tolerance left, age. Waits for the device."""
+        values: list[float] = torch.stack((self.scale, self._left, self._age)).tolist()
+        return values
+
+    @torch.no_grad()
+    def restore(self, values: list[float]) -> None:
+        """Go on from `state`."""
+        for tensor, value in zip((self.scale, self._left, self._age), values, strict=True):
+            tensor.fill_(value)
+        self._failed.zero_()
+        self._stuck.copy()
+
     def check(self, step: int) -> None:
         """Raise when the step before this one overflowed at the minimum scale."""
         if self._stuck.read():

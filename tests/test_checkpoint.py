@@ -129,3 +129,35 @@ def by_safetensors(folder: Path) -> dict[str, torch.Tensor]:
                 assert state in STATES
                 parts.setdefault(f"{state}|{name}", []).append((int(span.split(":")[0]), file.get_tensor(key)))
     return {k: torch.cat([t for _, t in sorted(v, key=lambda row: row[0])]) for k, v in parts.items()}
+
+
+def test_loss_scale_and_schedule_go_on(tmp_path):
+    """fp16 that grew its scale and a schedule in the middle of its warm-up, beside a run without a stop."""
+    config = w.config(0, precision="fp32")
+    config["bf16"] = {"enabled": False}
+    config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 10}}
+
+    def begin() -> Engine:
+        return initialize(model=w.build(w.LLAMA), config=config, init=w.fill)[0]
+
+    def steps(engine: Engine, count: int) -> list[tuple[float, ...]]:
+        seen = []
+        for _ in range(count):
+            engine.backward(engine(*w.batch(w.LLAMA.vocab, engine.global_steps, 0, 0)))
+            engine.step()
+            scaler = engine.optimizer.scaler
+            assert scaler is not None
+            seen.append((engine.grad_norm.item(), engine.optimizer.param_groups[0]["lr"], *scaler.state()))
+        return seen
+
+    one = begin()
+    steps(one, 3)
+    one.save_checkpoint(tmp_path)
+    expected = steps(one, 3)
+    one.close()
+    other = begin()
+    other.load_checkpoint(tmp_path)
+    assert steps(other, 3) == expected
+    other.close()
+    assert len({row[1] for row in expected}) == 3 and expected[-1][2] > 2**8

@@ -52,7 +52,8 @@ def save_both_ways(rank: int, world_size: int, folder: str, stage: int, precisio
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("world_size", "stage", "precision"), [(2, 3, "fp32"), (2, 3, "bf16"), (2, 1, "fp32"), (2, 0, "bf16"), (1, 0, "fp32")]
+    ("world_size", "stage", "precision"),
+    [(2, 3, "fp32"), (2, 3, "bf16"), (2, 1, "fp32"), (2, 0, "bf16"), (1, 0, "fp32")],
 )
 def test_what_was_there_at_the_call_is_written(run_ranks, tmp_path, world_size, stage, precision):
     compared = run_ranks(world_size, save_both_ways, str(tmp_path), stage, precision)
