@@ -53,10 +53,7 @@ def estimate_json(e: Estimate) -> str:
         "one_gpu": row_json(e.single),
         "longest_seq": e.longest_seq,
         "remedies": [asdict(r) for r in e.remedies],
-        "lines": [
-            {**asdict(x), "spans": len(x.spans), "live_at_peak": n}
-            for x, n in _with_counts(e.row)
-        ],
+        "lines": [{**asdict(x), "spans": len(x.spans), "live_at_peak": n} for x, n in _with_counts(e.row)],
         "not_counted": list(e.not_counted),
         "notes": list(e.notes),
     }

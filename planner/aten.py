@@ -312,7 +312,9 @@ class Aten:
 
         def backward(g: Grads, s: Grads) -> Outs:
             # On CUDA the softmax's backward multiplies gradient and output into a buffer first; log-softmax does not.
-            product = self.tape.workspace(g[0].numel * g[0].itemsize, "softmax.product") if self._multiplies(label) else None
+            product = (
+                self.tape.workspace(g[0].numel * g[0].itemsize, "softmax.product") if self._multiplies(label) else None
+            )
             out = self.like(g[0], f"{label}.grad")
             del product
             return [out]

@@ -191,7 +191,9 @@ class DecoderTape(StepTape):
         return self.unit("norm", self._norm, x)
 
     def _positions(self, ids: Value) -> Value:
-        return self.unit("positions", partial(self.op.embedding, self.params["positions.weight"], table="positions"), ids)
+        return self.unit(
+            "positions", partial(self.op.embedding, self.params["positions.weight"], table="positions"), ids
+        )
 
     def _norm(self, x: Value) -> Value:
         if self.arch.family == "llama":

@@ -4,9 +4,9 @@ Pure integer arithmetic, in elements. The planner multiplies by dtype sizes to p
 buffers with the very same numbers, so the two cannot drift apart.
 
 [Note: pieces] A unit is one flat address space: every tensor starts on a multiple of `ALIGN` elements, and the whole is
-padded to a multiple of `ALIGN * world_size`. It is cut into *pieces* of at most `piece_numel` elements. Rank r owns slice r
-of every piece. A tensor may cross pieces and still be one contiguous view, because pieces carry no padding of their
-own (only the last one's tail does). A piece is what one reduce moves, so it caps the reduce slots.
+padded to a multiple of `ALIGN * world_size`. It is cut into *pieces* of at most `piece_numel` elements. Rank r owns
+slice r of every piece. A tensor may cross pieces and still be one contiguous view, because pieces carry no padding of
+their own (only the last one's tail does). A piece is what one reduce moves, so it caps the reduce slots.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class UnitLayout:
 
 
 def piece_length(piece_numel: int, world_size: int) -> int:
-    """Largest legal piece, in elements: `piece_numel` rounded down to a multiple of `ALIGN * world_size`, at least one."""
+    """Largest legal piece, in elements: `piece_numel` down to a multiple of `ALIGN * world_size`, one at least."""
     step = ALIGN * world_size
     return max(step, piece_numel // step * step)
 

@@ -82,7 +82,7 @@ CUBLASLT = "overhead.cublaslt"
 
 
 def workspace_lines(compute_capability: str, phases: Sequence[str], *, biased: bool) -> tuple[Line, ...]:
-    """The workspaces alone, to lay beside what an allocator counts. `biased`: whether the model's linears have biases."""
+    """The workspaces alone, as an allocator counts them. `biased`: whether the model's linears have biases."""
     span = (0, len(phases) - 1)
     lines = (Line(CUBLAS, workspace_bytes(compute_capability), (span,) * 2, "overhead", source="derived"),)
     return (*lines, Line(CUBLASLT, MIB, (span,), "overhead", source="derived")) if biased else lines

@@ -1,4 +1,4 @@
-"""Strict reading of `plan.json`: every key known and there, every value of its type, and the ledger the config's own."""
+"""Strict reading of `plan.json`: every key known and there, every value of its type, the ledger the config's own."""
 
 from __future__ import annotations
 

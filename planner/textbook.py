@@ -51,8 +51,8 @@ def textbook_states(num_params: int, stage: int, world_size: int) -> int:
 def runtime_rate(choice: Choice) -> Rate:
     """Bytes a parameter that zplan's runtime holds between backward and step, working buffers apart.
 
-    In 16 bits: weights 2, fp32 master 4, moments 8, fp32 gradients 4. In fp32 the weights are their own master, except at
-    stage 3, where only the shard is kept. Gradients are split where they are reduced into a shard.
+    In 16 bits: weights 2, fp32 master 4, moments 8, fp32 gradients 4. In fp32 the weights are their own master, except
+    at stage 3, where only the shard is kept. Gradients are split where they are reduced into a shard.
     """
     weights = choice.itemsize
     master = 0 if choice.precision == "fp32" else 4

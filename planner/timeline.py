@@ -42,7 +42,8 @@ def timeline(units: Sequence[Unit]) -> Timeline:
     --------
     >>> from zplan.planner.models import Param
     >>> timeline([Unit("embed", "embed", (Param("w", (2, 2)),)), Unit("head", "head", ())]).phases
-    ('idle', 'forward.embed', 'forward.head', 'loss', 'backward.loss', 'backward.head', 'backward.embed', 'reduce.embed', 'step')
+    ('idle', 'forward.embed', 'forward.head', 'loss', 'backward.loss', 'backward.head', 'backward.embed',
+    'reduce.embed', 'step')
     """
     phases = ["idle", *(f"forward.{u.name}" for u in units), "loss", "backward.loss"]
     for u in reversed(units):

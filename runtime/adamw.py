@@ -1,8 +1,8 @@
 """The arithmetic of the step, in two forms that hold the same state: our kernels on CUDA, torch's ops elsewhere.
 
-[Note: averaging] Gradients reach the step as plain sums over ranks and micro-steps. Their mean, and the clipping, are one
-factor that the update divides by as it reads them, so neither costs a pass. Norm, clip coefficient and the non-finite
-flag stay on the device; the host never waits for them.
+[Note: averaging] Gradients reach the step as plain sums over ranks and micro-steps. Their mean, and the clipping, are
+one factor that the update divides by as it reads them, so neither costs a pass. Norm, clip coefficient and the
+non-finite flag stay on the device; the host never waits for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Row:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     half: Tensor | None
-    """The slice of the resident compute-dtype buffer that receives the new values, where it is not the master itself."""
+    """The slice of the resident compute-dtype buffer that receives the new values, where it is not the master itself.
+    """
 
 
 class Scalars:

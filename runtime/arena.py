@@ -33,8 +33,8 @@ class Arena:
     def take_host(self, line: str, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1D tensor in host memory of exactly `numel` elements; page-locked where the device is a GPU.
 
-        torch's own pinned allocator rounds up to a power of two, so the pages of an ordinary tensor are locked instead. `unlock`
-        ends that.
+        torch's own pinned allocator rounds up to a power of two, so the pages of an ordinary tensor are locked instead.
+        `unlock` ends that.
         """
         out = torch.empty(numel, dtype=dtype)
         if self.device.type == "cuda" and numel:

@@ -47,7 +47,9 @@ class Collectives:
         self.on_gloo = mesh.reduces is not None and dist.get_backend(mesh.reduces) == "gloo"
 
     def all_gather(self, pieces: Sequence[tuple[Tensor, Tensor]], unit: str) -> None:
-        """Fill each `full` (1D) with every rank's `own`, which is this rank's slice of it; all `(full, own)` as one group."""
+        """Fill each `full` (1D) with every rank's `own`, which is this rank's slice of it; all `(full, own)` as one
+        group.
+        """
         self._announce("all_gather", unit)
         group = nullcontext() if self.on_gloo or len(pieces) == 1 else self._one_launch()
         with group:

@@ -38,7 +38,9 @@ from zplan.runtime.summon import Summoned, Whole
 _ENGINES: list[Engine] = []
 
 FIRST_UNITS = 2
-"""Units gathered before the next forward asks: the embedding, and the first block, whose gather the embedding is too short to hide."""
+"""Units gathered before the next forward asks: the embedding, and the first block, whose gather the embedding is too
+short to hide.
+"""
 _LISTENERS: list[Callable[[str], None]] = []
 
 
@@ -440,7 +442,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
     )
 
 
-def initialize(
+def initialize(  # noqa: PLR0913  every argument is named
     *,
     model: nn.Module,
     config: object = None,
@@ -499,7 +501,9 @@ def initialize(
 
 
 def _say_if_reserved_may_grow(mesh: Mesh) -> None:
-    """Expandable segments keep what the allocator reserves next to what is allocated; they must be set before CUDA starts."""
+    """Expandable segments keep what the allocator reserves next to what is allocated; they must be set before CUDA
+    starts.
+    """
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if mesh.device.type == "cuda" and mesh.rank == 0 and "expandable_segments:True" not in settings:
         sys.stderr.write(
@@ -560,7 +564,9 @@ def watch_phases(listener: Callable[[str], None]) -> None:
 
 
 def meta_init() -> AbstractContextManager[Any]:
-    """Build a module without memory: `with zplan.meta_init(): model = Net()`; `initialize` makes it real, shard by shard."""
+    """Build a module without memory: `with zplan.meta_init(): model = Net()`; `initialize` makes it real, shard by
+    shard.
+    """
     return torch.device("meta")
 
 
@@ -568,7 +574,8 @@ def meta_init() -> AbstractContextManager[Any]:
 def summon(
     module: nn.Module, *, grads: bool = False, optim: bool = False, write: bool = False, timeout_s: float = 60.0
 ) -> Iterator[Whole]:
-    """Whole parameters of a module that an engine trains, or of a part of it. Every rank must enter; see `Engine.summon`.
+    """Whole parameters of a module that an engine trains, or of a part of it. Every rank must enter; see
+    `Engine.summon`.
 
     Examples
     --------

@@ -176,7 +176,9 @@ class ShardedAdamW:
             self.math.update(rows, self.scalars, hyper)
 
     def _pieces(self, u: FlatUnit) -> Sequence[Piece | None]:
-        """Slices of a unit that this rank updates: its slice of each piece, or the whole (None) where nothing is sharded."""
+        """Slices of a unit that this rank updates: its slice of each piece, or the whole (None) where nothing is
+        sharded.
+        """
         return u.layout.pieces if shards_states(self.choice) else (None,)
 
     def _grad(self, u: FlatUnit, piece: Piece | None) -> Tensor:

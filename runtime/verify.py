@@ -1,13 +1,14 @@
 """Lays measured bytes beside predicted ones: by line, by birth and by phase.
 
-[Note: what measured means] The measured side reads neither ledger nor arena. On the CPU a registry lists every live storage; on
-CUDA the allocator's own counters are read. Names come from who holds a storage: the walk below goes through units, optimizer and
-parameters and reads the size of what it finds. What nobody named there holds is an activation, told apart by the phase in
-which it was born. Between two phases nothing is in flight, so there every line must be there to the byte or not at
-all; inside a phase only the peak counts. Bytes that no line claims fail the check.
+[Note: what measured means] The measured side reads neither ledger nor arena. On the CPU a registry lists every live
+storage; on CUDA the allocator's own counters are read. Names come from who holds a storage: the walk below goes through
+units, optimizer and parameters and reads the size of what it finds. What nobody named there holds is an activation,
+told apart by the phase in which it was born. Between two phases nothing is in flight, so there every line must be there
+to the byte or not at all; inside a phase only the peak counts. Bytes that no line claims fail the check.
 
-[Note: activations at boundaries] What forward saves is compared by birth from the turn of the step on, and what backward hands on as one
-sum. Before the turn a unit's output may die anywhere in the next phase, so there only peaks are compared.
+[Note: activations at boundaries] What forward saves is compared by birth from the turn of the step on, and what
+backward hands on as one sum. Before the turn a unit's output may die anywhere in the next phase, so there only peaks
+are compared.
 """
 
 from __future__ import annotations
@@ -184,7 +185,9 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _close_phase(self) -> None:
-        measured = self.registry.peaks.get(self.phase, 0) if self.registry is not None else _requested("peak") - self.base
+        measured = (
+            self.registry.peaks.get(self.phase, 0) if self.registry is not None else _requested("peak") - self.base
+        )
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), measured)
 
     def _snapshot(self) -> dict[tuple[str, str], int]:
@@ -244,7 +247,9 @@ def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tup
     out: Counter[tuple[str, str]] = Counter()
     for line in ledger.lines:
         # On the CPU host memory is where everything lies.
-        if line.tier not in (("device", "pinned") if by_birth else ("device",)) or (line.kind == "overhead" and line.id not in WORKSPACES):
+        if line.tier not in (("device", "pinned") if by_birth else ("device",)) or (
+            line.kind == "overhead" and line.id not in WORKSPACES
+        ):
             continue
         for span in line.spans:
             if _crosses(line, span, at, turn):
@@ -253,7 +258,9 @@ def _expected(ledger: Ledger, at: int, turn: int, *, by_birth: bool) -> dict[tup
 
 
 def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
-    """Whether an instance is alive at the end of phase `at`. What backward makes and hands on has its line from the next phase on."""
+    """Whether an instance is alive at the end of phase `at`. What backward makes and hands on has its line from the
+    next phase on.
+    """
     first, last = span
     if line.kind == "activations" and first > turn and not line.id.endswith(IN_FLIGHT):
         return first <= at + 1 <= last

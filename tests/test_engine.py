@@ -14,7 +14,6 @@ from zplan.planner.predict import predict
 from zplan.runtime.engine import Engine, initialize
 from zplan.runtime.verify import Meter
 
-
 METERED_STEPS = 2
 
 
@@ -102,7 +101,7 @@ def test_tied_models_equal_one_process(run_ranks, stage, arch):
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_equals_one_process(run_ranks, stage, accumulation, world_size):
-    """bf16 compute, fp32 masters and sums. One weight that rounds the other way moves a gradient norm by up to 0.4 %."""
+    """bf16 compute, fp32 masters and sums. A weight that rounds the other way moves a gradient norm by up to 0.4 %."""
     config = w.config(stage, accumulation, precision="bf16", checkpointing="full" if accumulation == 1 else "none")
     results = run_ranks(world_size, train, "llama", config, 10, False, True)
     exact(results)
@@ -115,8 +114,8 @@ def test_bf16_equals_one_process(run_ranks, stage, accumulation, world_size):
 def test_stages_agree_bit_for_bit(run_ranks, accumulation, stages, precision):
     """On two ranks a sum has one order, so no stage changes a bit.
 
-    Clipping is off, since the norm is added up in an order of its own. With accumulation, stages 0 and 1 add micro-steps before
-    ranks and stages 2 and 3 ranks before micro-steps.
+    Clipping is off, since the norm is added up in an order of its own. With accumulation, stages 0 and 1 add
+    micro-steps before ranks and stages 2 and 3 ranks before micro-steps.
     """
     runs = {}
     for stage in stages:

@@ -20,7 +20,9 @@ SPANS = st.lists(
     st.tuples(st.integers(0, 7), st.integers(0, 7)).map(lambda p: (min(p), max(p))), min_size=1, max_size=5
 ).map(tuple)
 LINES = st.lists(
-    st.tuples(st.integers(0, 10**12), SPANS, st.sampled_from(["states", "buffers"]), st.sampled_from(["device", "host"])),
+    st.tuples(
+        st.integers(0, 10**12), SPANS, st.sampled_from(["states", "buffers"]), st.sampled_from(["device", "host"])
+    ),
     max_size=8,
 ).map(lambda rows: [Line(f"l{i}", n, spans, kind, tier) for i, (n, spans, kind, tier) in enumerate(rows)])
 
@@ -47,7 +49,9 @@ def test_ids_are_unique():
 
 def states_and_gradients(ledger: Ledger) -> int:
     """Model states with the fp32 gradients, all alive before the step."""
-    return ledger.per_phase(kind="states")[-1] + sum(n * x.nbytes for x, n in ledger.live("step") if x.id.startswith("grads."))
+    return ledger.per_phase(kind="states")[-1] + sum(
+        n * x.nbytes for x, n in ledger.live("step") if x.id.startswith("grads.")
+    )
 
 
 @given(st.integers(1, 6), st.sampled_from([64, 96, 128]), st.sampled_from(["bf16", "fp32"]), st.sampled_from([1, 2]))

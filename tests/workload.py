@@ -67,7 +67,13 @@ def fill(name: str, tensor: Tensor) -> None:
 
 
 def reference(
-    arch: Architecture, *, steps: int, world_size: int, accumulation: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    arch: Architecture,
+    *,
+    steps: int,
+    world_size: int,
+    accumulation: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> list[tuple[float, float]]:
     """(mean loss, gradient norm before clipping) of each step: the same micro-batches in one process, plain torch.
 

@@ -75,8 +75,9 @@ def main() -> None:
                     bad += not good
                     if mesh.rank == 0:
                         sys.stdout.write(
-                            f"{'ok ' if good else 'BAD'} {precision} stage {stage} k {k} checkpointing {checkpointing:4}: "
-                            f"loss off {off[0]:.1e}, norm off {off[1]:.1e}, checked mode {'same bits' if same else 'DIFFERS'}\n"
+                            f"{'ok ' if good else 'BAD'} {precision} stage {stage} k {k} {checkpointing:4}: "
+                            f"loss off {off[0]:.1e}, norm off {off[1]:.1e}, "
+                            f"checked mode {'same bits' if same else 'DIFFERS'}\n"
                         )
     if mesh.rank == 0:
         sys.stdout.write(f"{bad} bad\n")

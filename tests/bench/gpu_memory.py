@@ -55,7 +55,8 @@ def main() -> None:
         free, total = torch.cuda.mem_get_info()
         out = sys.stdout.write
         out(
-            f"== {name} stage {stage} mb {micro_batch} seq {seq} k {accumulation} {checkpointing} world {engine.world_size}\n"
+            f"== {name} stage {stage} mb {micro_batch} seq {seq} k {accumulation} {checkpointing} "
+            f"world {engine.world_size}\n"
         )
         wrong = [r for r in (*c.lines, *c.peaks) if r.difference]
         for r in sorted(wrong, key=lambda r: -abs(r.difference))[:14]:
@@ -65,8 +66,8 @@ def main() -> None:
             f"  {len(wrong)} of {len(c.lines) + len(c.peaks)} rows differ; peak {top.where}: predicted "
             f"{max(r.predicted for r in c.peaks):,} measured {top.measured:,} "
             f"({(max(r.predicted for r in c.peaks) / top.measured - 1) * 100:+.3f} %)\n"
-            f"  allocated peak {stats['allocated_bytes.all.peak']:,} reserved peak {stats['reserved_bytes.all.peak']:,} "
-            f"device used {total - free:,}\n"
+            f"  allocated peak {stats['allocated_bytes.all.peak']:,} "
+            f"reserved peak {stats['reserved_bytes.all.peak']:,} device used {total - free:,}\n"
         )
     engine.close()
 

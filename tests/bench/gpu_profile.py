@@ -74,7 +74,8 @@ def report(events: list[dict]) -> None:
         (b[0] - a[1], a[2][:50], b[2][:50]) for a, b in zip(main_rows, main_rows[1:], strict=False) if b[0] - a[1] > 30
     ]
     out(
-        f" gaps over 30 us on the main stream: {len(gaps) // STEPS} a step, {sum(g[0] for g in gaps) / STEPS / 1e3:.2f} ms\n"
+        f" gaps over 30 us on the main stream: {len(gaps) // STEPS} a step, "
+        f"{sum(g[0] for g in gaps) / STEPS / 1e3:.2f} ms\n"
     )
     for g in sorted(gaps, reverse=True)[:12]:
         out(f"    {g[0] / 1e3:7.2f} ms between {g[1]} and {g[2]}\n")
