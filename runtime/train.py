@@ -208,7 +208,9 @@ class Run:
         )
         self.saved = engine.global_steps
         if engine.rank == 0:
-            say(f"saved `{path}` in {time.perf_counter() - start:.2f} s")
+            behind = engine.choice.saving == "background"
+            done = "is writing behind training" if behind else "saved"
+            say(f"{done} `{path}`; training waited {time.perf_counter() - start:.2f} s")
 
     @torch.no_grad()
     def evaluate(self) -> None:
