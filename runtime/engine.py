@@ -442,7 +442,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
     )
 
 
-def initialize(  # noqa: PLR0913  every argument is named
+def initialize(  # noqa: PLR0913  each is a choice of the user's own
     *,
     model: nn.Module,
     config: object = None,
