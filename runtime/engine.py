@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig, from_mapping
@@ -26,7 +27,7 @@ from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.detect import find_units
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.hooks import Hooks
-from zplan.runtime.materialize import Initializer, materialize, move_buffers
+from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedAdamW
 from zplan.runtime.reducer import Reducer
@@ -145,6 +146,9 @@ class Engine(nn.Module):
         """Run the module. Outside `no_grad` this is a training forward and fixes or follows the schedule."""
         self._alive()
         self.sentinels.hide()
+        if self.choice.precision != "fp32":
+            dtype = COMPUTE_DTYPE[self.choice.precision]
+            args, kwargs = tree_map_only(Tensor, lambda t: _cast(t, dtype), (args, kwargs))
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
@@ -422,6 +426,10 @@ class Engine(nn.Module):
     def _alive(self) -> None:
         if self.closed:
             raise ZplanError("this engine was closed", "call `zplan.initialize` again")
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:

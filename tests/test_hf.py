@@ -41,12 +41,17 @@ def build(name: str, checkpointing: str = "none") -> nn.Module:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes, use_cache=False))
     if checkpointing != "none":
-        how = {"use_reentrant": checkpointing == "reentrant"}
-        if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable(how)
-        else:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        switch_on(model, checkpointing)
     return model.train()
+
+
+def switch_on(model: nn.Module, checkpointing: str) -> None:
+    """The model's own switch, whose name transformers has changed."""
+    how = {"use_reentrant": checkpointing == "reentrant"}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(how)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 @lru_cache
@@ -73,6 +78,93 @@ def test_causal_models_below_stage_3(run_ranks, stage):
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "plain"])
 def test_causal_models_at_stage_3(run_ranks, checkpointing):
     check(run_ranks, {name: (name, checkpointing, 3) for name in CAUSAL})
+
+
+# --- other families --------------------------------------------------------------------------------------------------
+
+NO_HIDDEN_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+OTHERS = {
+    "opt": (
+        "OPTConfig",
+        {
+            **{"vocab_size": m.VOCAB, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "dropout": 0.0},
+            **{"num_hidden_layers": 4, "max_position_embeddings": 32, "word_embed_proj_dim": 32},
+        },
+    ),
+    "bloom": ("BloomConfig", {"vocab_size": m.VOCAB, "hidden_size": 32, "n_layer": 4, "n_head": 4}),
+    "falcon": (
+        "FalconConfig",
+        {"vocab_size": m.VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
+    ),
+    "gpt-neox": ("GPTNeoXConfig", {**SMALL, "max_position_embeddings": 32}),
+    "phi3": ("Phi3Config", {**ROPE, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}),
+    "bert": ("BertConfig", {**SMALL, **NO_HIDDEN_DROPOUT, "max_position_embeddings": 32}),
+    "t5": (
+        "T5Config",
+        {
+            **{"vocab_size": m.VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4, "num_decoder_layers": 4},
+            **{"num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+        },
+    ),
+    "vit": (
+        "ViTConfig",
+        {**SMALL, **NO_HIDDEN_DROPOUT, "image_size": 16, "patch_size": 4},
+    ),
+}
+HEADS = {
+    "bert": "AutoModelForSequenceClassification",
+    "t5": "AutoModelForSeq2SeqLM",
+    "vit": "AutoModelForImageClassification",
+}
+
+
+def build_other(name: str, checkpointing: str = "none") -> nn.Module:
+    kind, sizes = OTHERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**sizes)
+    config.use_cache = False
+    model = getattr(transformers, HEADS.get(name, "AutoModelForCausalLM")).from_config(config)
+    if checkpointing != "none":
+        switch_on(model, checkpointing)
+    return model.train()
+
+
+def other_recipe(model: nn.Module, backward: m.Backward, step: int, rank: int, k: int) -> torch.Tensor:
+    """Tokens for language models, a class for each sequence for BERT, images for ViT."""
+    kind = type(getattr(model, "module", model)).__name__
+    batch = m.tokens(step, rank, k)
+    if kind.startswith(("Bert", "ViT")):
+        batch["labels"] = batch["labels"][:, 0] % 2
+    if kind.startswith("ViT"):
+        g = torch.Generator().manual_seed(step * 7 + rank)
+        batch["pixel_values"] = torch.randn(m.MICRO_BATCH, 3, 16, 16, generator=g)
+        del batch["input_ids"]
+    loss = model(**batch).loss
+    backward(loss)
+    return loss
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "checkpointing"), [(1, "none"), (3, "none"), (3, "plain")])
+def test_other_families_on_three_ranks(run_ranks, stage, checkpointing):
+    """Three on purpose: nothing divides evenly. Encoders, an encoder with a decoder, and images among them."""
+    recipe = "test_hf:other_recipe"
+    cases = {name: ("test_hf:build_other", (name, checkpointing), m.config(stage), 3, recipe) for name in OTHERS}
+    results = run_ranks(3, m.train_each, cases, limit=200)
+    for name in OTHERS:
+        expected = m.reference("test_hf:build_other", (name,), steps=3, world_size=3, recipe=recipe)
+        m.equal([r[name] for r in results], expected)
+        assert bool(results[0][name]["ringed"]) == (stage == 3), name
+
+
+def test_floating_inputs_are_cast_to_the_compute_dtype():
+    engine, *_ = initialize(model=build_other("vit"), config=m.config(0, precision="bf16"))
+    images = torch.randn(m.MICRO_BATCH, 3, 16, 16)
+    out = engine(pixel_values=images, labels=torch.tensor([0, 1]))
+    engine.backward(out.loss)
+    engine.step()
+    assert out.logits.dtype == torch.bfloat16 and images.dtype == torch.float32 and engine.grad_norm.isfinite()
+    engine.close()
 
 
 # --- built on the meta device
