@@ -6,7 +6,6 @@ The calls are those that people already write: `engine(batch)`, `engine.backward
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from zplan.planner.config import Choice
-from zplan.planner.dsconfig import TrainingConfig, from_mapping
+from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import place_units
 from zplan.runtime.arena import Arena
@@ -28,7 +27,7 @@ from zplan.runtime.detect import find_units
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
-from zplan.runtime.mesh import Mesh, join
+from zplan.runtime.mesh import Mesh
 from zplan.runtime.optimizer import ShardedAdamW
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.schedule import Scheduler
@@ -36,13 +35,16 @@ from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned, Whole
 
-_ENGINES: list[Engine] = []
+OPEN: list[Engine] = []
+"""Engines of this process that were not closed, oldest first."""
 
 FIRST_UNITS = 2
 """Units gathered before the next forward asks: the embedding, and the first block, whose gather the embedding is too
 short to hide.
 """
-_LISTENERS: list[Callable[[str], None]] = []
+
+LISTENERS: list[Callable[[str], None]] = []
+"""Who follows the phases of engines that are yet to come; the last one counts."""
 
 
 class Engine(nn.Module):
@@ -103,12 +105,12 @@ class Engine(nn.Module):
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
-        self.on_phase = _LISTENERS[-1] if _LISTENERS else None
+        self.on_phase = LISTENERS[-1] if LISTENERS else None
         self.global_steps = 0
         self.global_samples = 0
         self.checkpoints = Checkpoints(self)
         self.closed = False
-        _ENGINES.append(self)
+        OPEN.append(self)
 
     # --- what users read -------------------------------------------------------------------------------------------
 
@@ -417,8 +419,8 @@ class Engine(nn.Module):
         finally:
             self.hooks.close()
             self.sentinels.hide()
-            if self in _ENGINES:
-                _ENGINES.remove(self)
+            if self in OPEN:
+                OPEN.remove(self)
             self.closed = True
             self.checkpoints.close()
             self.mesh.close()
@@ -448,157 +450,3 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         device="cuda" if mesh.device.type == "cuda" else "cpu",
         saving=training.saving,
     )
-
-
-def initialize(  # noqa: PLR0913  each is a choice of the user's own
-    *,
-    model: nn.Module,
-    config: object = None,
-    training_data: Any = None,
-    init: Initializer | None = None,
-    seed: int = 0,
-    world: int | None = None,
-    checked: bool | None = None,
-    units: Sequence[str] | None = None,
-    resident: Sequence[str] = (),
-) -> tuple[Engine, ShardedAdamW, Any, Scheduler | None]:
-    """Turn a module into an engine that trains it under a plan or config.
-
-    Parameters
-    ----------
-    model
-        Any module, on the CPU, a GPU or the meta device. Its parameters are cut up one unit at a time.
-    config
-        A `Plan`, the path of a plan or of a DeepSpeed config, or such a config as a mapping. Under `zplan run` it may
-        be left out.
-    training_data
-        A map-style dataset; the third value returned is then a loader that gives each rank its own micro-batches.
-    init
-        For modules on the meta device: fills one full fp32 parameter, given `(name, tensor)`, equally on all ranks.
-    seed
-        Seed for `reset_parameters` of modules on the meta device, and for the loader's shuffle.
-    world
-        Be rank 0 of this many in one process; collectives move nothing.
-    checked
-        Checked mode; by default what `ZPLAN_CHECK` says.
-    units
-        Patterns of module names (`model.layers.*`) that are gathered as one unit each, instead of those found by
-        default; `zplan trace --units` prints them.
-    resident
-        Patterns of unit names that stage 3 keeps whole, since they are read outside their own forward or in a changing
-        order.
-
-    Returns
-    -------
-    tuple
-        `(engine, optimizer, loader, scheduler)`; the scheduler is None where the config has no `scheduler`.
-
-    Raises
-    ------
-    ZplanError
-        When the config can't be honoured, the plan is for another world size, or the model for another plan.
-    """
-    if checked is None:
-        checked = os.environ.get("ZPLAN_CHECK", "0") not in ("", "0")
-    mesh = join(pretend_world=world)
-    _say_if_reserved_may_grow(mesh)
-    training = _training_config(config, model, mesh)
-    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
-    loader = None if training_data is None else _loader(training_data, engine, seed)
-    return engine, engine.optimizer, loader, engine.scheduler
-
-
-def _say_if_reserved_may_grow(mesh: Mesh) -> None:
-    """Expandable segments keep what the allocator reserves next to what is allocated; they must be set before CUDA
-    starts.
-    """
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if mesh.device.type == "cuda" and mesh.rank == 0 and "expandable_segments:True" not in settings:
-        sys.stderr.write(
-            "zplan: expandable segments are off, so the allocator may reserve a fifth more than the ledger says; "
-            "set PYTORCH_ALLOC_CONF=expandable_segments:True (`zplan run` does)\n"
-        )
-
-
-def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingConfig:
-    if config is None:
-        config = os.environ.get("ZPLAN_PLAN")
-        if config is None:
-            raise ZplanError("`initialize` needs a config", "pass `config=`: a plan, a path, or a mapping")
-    if isinstance(config, Mapping):
-        return from_mapping(config, world_size=mesh.world_size)
-    from zplan.planner.plan_file import Plan, load_config
-
-    if isinstance(config, (str, Path)):
-        config = load_config(Path(config))
-    if isinstance(config, Plan):
-        _check_plan(config, model, mesh)
-        return config.training
-    raise ZplanError(f"`config` is a {type(config).__name__}", "pass a plan, a path, or a mapping")
-
-
-def _check_plan(plan: Any, model: nn.Module, mesh: Mesh) -> None:
-    if plan.training.world_size != mesh.world_size:
-        raise ZplanError(
-            f"the plan is for {plan.training.world_size} ranks, this job has {mesh.world_size}",
-            "plan again with `--gpus` set to this job's ranks",
-        )
-    have = sum(p.numel() for p in dict.fromkeys(model.parameters()))
-    if plan.spec.num_params != have:
-        raise ZplanError(
-            f"the plan is for {plan.spec.num_params:,} parameters, this model has {have:,}",
-            "plan for this model, or pass a config without a model",
-        )
-
-
-def _loader(dataset: Any, engine: Engine, seed: int) -> Any:
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
-
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, num_replicas=engine.world_size, rank=engine.rank, shuffle=True, seed=seed, drop_last=True
-    )
-    return DataLoader(dataset, batch_size=engine.choice.micro_batch, sampler=sampler, drop_last=True)
-
-
-def engines() -> tuple[Engine, ...]:
-    """Engines of this process that are open, oldest first."""
-    return tuple(_ENGINES)
-
-
-def watch_phases(listener: Callable[[str], None]) -> None:
-    """Make `listener` the `on_phase` of every engine that is made from now on in this process."""
-    _LISTENERS.append(listener)
-
-
-def meta_init() -> AbstractContextManager[Any]:
-    """Build a module without memory: `with zplan.meta_init(): model = Net()`; `initialize` makes it real, shard by
-    shard.
-    """
-    return torch.device("meta")
-
-
-@contextmanager
-def summon(
-    module: nn.Module, *, grads: bool = False, optim: bool = False, write: bool = False, timeout_s: float = 60.0
-) -> Iterator[Whole]:
-    """Whole parameters of a module that an engine trains, or of a part of it. Every rank must enter; see
-    `Engine.summon`.
-
-    Examples
-    --------
-    >>> with zplan.summon(model):              # doctest: +SKIP
-    ...     torch.save(model.state_dict(), path)
-    >>> with zplan.summon(model, grads=True) as whole:              # doctest: +SKIP
-    ...     whole.grads["head.weight"].norm()
-    """
-    engine = _engine_of(module)
-    with engine.summon(module, grads=grads, optim=optim, write=write, timeout_s=timeout_s) as whole:
-        yield whole
-
-
-def _engine_of(module: nn.Module) -> Engine:
-    for engine in _ENGINES:
-        if module is engine or any(m is module for m in engine.module.modules()):
-            return engine
-    raise ZplanError("no engine trains this module", "call `zplan.initialize(model=...)` first")

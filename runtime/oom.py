@@ -35,7 +35,7 @@ def explain(error: BaseException, plan: Path, phase: str) -> str:
 
     from zplan.planner.plan_file import load_plan
     from zplan.planner.predict import predict
-    from zplan.runtime.engine import engines
+    from zplan.runtime.initialize import engines
     from zplan.runtime.progress import memory_now
 
     if not engines():

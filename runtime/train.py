@@ -20,8 +20,9 @@ from zplan.planner.timeline import timeline
 from zplan.runtime.board import Board
 from zplan.runtime.data import Batches
 from zplan.runtime.decoder import Decoder, init_parameter
-from zplan.runtime.engine import Engine, initialize, meta_init
+from zplan.runtime.engine import Engine
 from zplan.runtime.hf_import import ModelWeights
+from zplan.runtime.initialize import initialize, meta_init
 from zplan.runtime.job import Job
 from zplan.runtime.materialize import Initializer
 from zplan.runtime.mesh import own_device

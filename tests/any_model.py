@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zplan.runtime.engine import Engine, initialize
+from zplan.runtime.engine import Engine
+from zplan.runtime.initialize import initialize
 
 # A gradient that is zero but for rounding (a key's bias under softmax) would be blown up to +-lr by a smaller eps.
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-4, "weight_decay": 0.1}

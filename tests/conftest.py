@@ -32,6 +32,7 @@ PRELOAD = [
     "torch.utils.checkpoint",
     "zplan.runtime.decoder",
     "zplan.runtime.engine",
+    "zplan.runtime.initialize",
 ]
 
 

@@ -13,7 +13,8 @@ from safetensors import safe_open
 
 from zplan.runtime.checkpoint_format import STATES
 from zplan.runtime.checkpoint_read import Checkpoint
-from zplan.runtime.engine import Engine, initialize
+from zplan.runtime.engine import Engine
+from zplan.runtime.initialize import initialize
 
 GLOBAL_BATCH = 24
 UNEVEN = replace(w.LLAMA, layers=3, hidden=40, heads=2, kv_heads=1, head_dim=20, ffn=72, vocab=67)

@@ -13,7 +13,8 @@ from zplan.planner.predict import predict
 from zplan.runtime import checkpoint_write
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.checkpoint_report import differences
-from zplan.runtime.engine import Engine, initialize
+from zplan.runtime.engine import Engine
+from zplan.runtime.initialize import initialize
 from zplan.runtime.verify import Comparison, Meter
 
 

@@ -23,7 +23,8 @@ from zplan.runtime import checkpoint_folder as cf
 from zplan.runtime import checkpoint_write
 from zplan.runtime.checkpoint_format import MANIFEST, Manifest, crc_of
 from zplan.runtime.checkpoint_read import Checkpoint
-from zplan.runtime.engine import Engine, initialize
+from zplan.runtime.engine import Engine
+from zplan.runtime.initialize import initialize
 
 
 @pytest.fixture

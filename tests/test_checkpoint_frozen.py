@@ -13,8 +13,9 @@ import workload as w
 from zplan.planner.errors import ZplanError
 from zplan.runtime import checkpoint_write
 from zplan.runtime.checkpoint_read import Checkpoint
-from zplan.runtime.engine import Engine, initialize
+from zplan.runtime.engine import Engine
 from zplan.runtime.hf_export import export_checkpoint
+from zplan.runtime.initialize import initialize
 
 TRAINED = ("norm", "q.weight", "v.weight")
 

@@ -19,7 +19,8 @@ from zplan.runtime import checkpoint_folder as cf
 from zplan.runtime.checkpoint_format import STATES
 from zplan.runtime.checkpoint_ranges import extents, state_tensor
 from zplan.runtime.checkpoint_read import Checkpoint
-from zplan.runtime.engine import Engine, initialize
+from zplan.runtime.engine import Engine
+from zplan.runtime.initialize import initialize
 
 SAVES_BEFORE = 1
 LONGEST = 0.06

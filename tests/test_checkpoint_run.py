@@ -21,8 +21,8 @@ from zplan.runtime import demo, start
 from zplan.runtime.board import Board
 from zplan.runtime.checkpoint_folder import latest_tag, tags
 from zplan.runtime.decoder import Decoder
-from zplan.runtime.engine import initialize
 from zplan.runtime.hf_import import ModelWeights
+from zplan.runtime.initialize import initialize
 from zplan.runtime.job import Job
 from zplan.runtime.train import train
 

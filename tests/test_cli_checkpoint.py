@@ -11,7 +11,7 @@ import workload as w
 
 from zplan import cli
 from zplan.runtime.checkpoint_format import MANIFEST
-from zplan.runtime.engine import initialize
+from zplan.runtime.initialize import initialize
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ import torch
 import workload as w
 
 from zplan.planner.predict import predict
-from zplan.runtime.engine import Engine, initialize
+from zplan.runtime.engine import Engine
+from zplan.runtime.initialize import initialize
 from zplan.runtime.verify import Meter
 
 METERED_STEPS = 2

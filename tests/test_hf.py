@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from zplan.runtime.engine import initialize, meta_init, summon
+from zplan.runtime.initialize import initialize, meta_init, summon
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,9 +15,9 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.decoder import Decoder
-from zplan.runtime.engine import initialize
 from zplan.runtime.hf_export import export_checkpoint
 from zplan.runtime.hf_names import hf_config
+from zplan.runtime.initialize import initialize
 
 LLAMA3 = replace(
     w.LLAMA,

@@ -51,7 +51,7 @@ def test_the_command_line_imports_no_runtime_and_little_else():
 
 
 def test_names_that_need_torch_say_so(monkeypatch):
-    for name in [m for m in sys.modules if m.startswith("zplan.runtime.engine")]:
+    for name in [m for m in sys.modules if m.startswith(("zplan.runtime.engine", "zplan.runtime.initialize"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(zplan.ZplanError, match="`zplan.initialize` needs torch"):

@@ -11,7 +11,7 @@ import workload as w
 
 from zplan.planner.ledger import Ledger
 from zplan.planner.predict import predict
-from zplan.runtime.engine import initialize
+from zplan.runtime.initialize import initialize
 from zplan.runtime.verify import Comparison, Meter
 
 KEPT: list[Any] = []

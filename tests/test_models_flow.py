@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.engine import initialize
+from zplan.runtime.initialize import initialize
 
 WIDTH, LAYERS, HERE = 24, 5, "test_models_flow"
 

@@ -20,7 +20,8 @@ from zplan.planner.placement import place_units
 from zplan.planner.states import state_lines
 from zplan.planner.timeline import timeline
 from zplan.runtime.detect import find_units
-from zplan.runtime.engine import Engine, initialize
+from zplan.runtime.engine import Engine
+from zplan.runtime.initialize import initialize
 from zplan.runtime.verify import Comparison, Meter
 
 WIDTH = 24

@@ -11,7 +11,7 @@ import torch
 from test_models_flow import Net
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.engine import initialize, summon
+from zplan.runtime.initialize import initialize, summon
 
 
 def views(rank: int, world_size: int) -> dict[str, Any]:

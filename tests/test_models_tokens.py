@@ -12,7 +12,7 @@ from test_models_flow import Net
 from torch.nn import functional as F  # noqa: N812
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.engine import initialize
+from zplan.runtime.initialize import initialize
 
 ACCUMULATION, STEPS = 2, 3
 

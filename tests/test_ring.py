@@ -7,7 +7,8 @@ import torch
 import workload as w
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.engine import Engine, initialize, summon
+from zplan.runtime.engine import Engine
+from zplan.runtime.initialize import initialize, summon
 
 
 def start(stage: int, *, steps: int = 1, checkpointing: str = "none") -> tuple[Engine, list[torch.Tensor]]:

@@ -14,9 +14,9 @@ _WHERE = {
     "ZplanError": "zplan.planner.errors",
     "estimate": "zplan.planner.api",
     "plan": "zplan.planner.api",
-    "initialize": "zplan.runtime.engine",
-    "summon": "zplan.runtime.engine",
-    "meta_init": "zplan.runtime.engine",
+    "initialize": "zplan.runtime.initialize",
+    "summon": "zplan.runtime.initialize",
+    "meta_init": "zplan.runtime.initialize",
 }
 
 __all__ = ["ZplanError", "estimate", "initialize", "meta_init", "plan", "summon"]

@@ -29,7 +29,8 @@ from zplan.runtime.checkpoint_frozen import bit_sum
 from zplan.runtime.checkpoint_ranges import state_tensor
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.decoder import Decoder, init_parameter
-from zplan.runtime.engine import Engine, initialize, meta_init
+from zplan.runtime.engine import Engine
+from zplan.runtime.initialize import initialize, meta_init
 
 REPEATS = 3
 SHAPE = Architecture("llama", 8, 1024, 16, 16, 64, 2816, 32000, 512, tied=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import workload as w
 
-from zplan.runtime.engine import initialize
+from zplan.runtime.initialize import initialize
 from zplan.runtime.mesh import join
 
 STEPS = 6

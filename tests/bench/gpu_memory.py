@@ -14,7 +14,7 @@ from zplan.planner.overhead import workspace_lines
 from zplan.planner.predict import predict
 from zplan.planner.timeline import timeline
 from zplan.runtime.decoder import Decoder, init_parameter
-from zplan.runtime.engine import initialize
+from zplan.runtime.initialize import initialize
 from zplan.runtime.mesh import own_device
 from zplan.runtime.verify import Meter
 

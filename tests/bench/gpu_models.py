@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from zplan.runtime.engine import initialize
+from zplan.runtime.initialize import initialize
 from zplan.runtime.mesh import join
 
 SMALL = {

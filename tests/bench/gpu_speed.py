@@ -16,7 +16,7 @@ from peers import ADAMW, CLIP, Made, Step, deepspeed_step, fsdp2_step
 from shapes import SHAPES
 
 from zplan.runtime.decoder import Decoder, init_parameter
-from zplan.runtime.engine import initialize
+from zplan.runtime.initialize import initialize
 from zplan.runtime.mesh import Mesh, join
 
 WARM_UP, STEPS = 4, 8
