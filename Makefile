@@ -1,7 +1,7 @@
 # `make check` is what CI runs. Every target works from a clean clone after `make dev`.
 PYTHON ?= .venv/bin/python
 
-.PHONY: dev test fast lint format types typing-shim check golden bench
+.PHONY: dev test slow fast lint format types typing-shim check golden bench
 
 dev:
 	python3 -m venv .venv
@@ -10,6 +10,10 @@ dev:
 
 test:
 	$(PYTHON) -m pytest -q
+
+# Two hundred kills of a saving run, and the like: some minutes.
+slow:
+	$(PYTHON) -m pytest -q -m slow
 
 # What a change in the planner needs: no ranks, nothing slow.
 fast:
