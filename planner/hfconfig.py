@@ -17,6 +17,10 @@ from zplan.planner.reading import kind_of, want_bool, want_int, want_number, wan
 NOT_BUILT_HINT = "`zplan models` lists the families that zplan knows, and which of them it can plan"
 
 
+NEVER_NULL = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+"""Keys whose null means nothing; elsewhere (`num_key_value_heads`, `head_dim`) it stands for the default."""
+
+
 @dataclass(frozen=True)
 class Keys:
     """Typed reads of one config: a missing key or null gives the default."""
@@ -27,6 +31,8 @@ class Keys:
     def integer(self, name: str, default: int | None, *, least: int = 1) -> int:
         value = self.config.get(name)
         if value is None:
+            if name in NEVER_NULL and name in self.config:
+                raise ZplanError(f"`{name}` of {self.where} is null", "write its value, or leave the key out")
             if default is None:
                 raise ZplanError(f"{self.where} has no `{name}`", "check that it is the whole config.json")
             return default

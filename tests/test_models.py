@@ -211,6 +211,7 @@ def test_rotary_settings_old_and_new(keys, theta, scaling):
         ({"model_type": "mixtral", "num_local_experts": 1}, "1 experts of which a token takes 2"),
         ({"model_type": "qwen3_moe", "num_experts": 0}, "`num_experts`"),
         ({"hidden_size": 64}, "has no `model_type`"),
+        ({**LLAMA, "hidden_size": None}, "`hidden_size` of `config.json` is null"),
     ],
 )
 def test_what_the_decoder_does_not_do_is_refused_by_name(config, said):
