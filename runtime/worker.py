@@ -47,12 +47,12 @@ def run_script(job: Job, board: Board) -> None:
     """The user's program as `__main__`, with its own folder first on the path, as `python script` would have it."""
     import runpy
 
-    from zplan.runtime import engine
+    from zplan.runtime.initialize import watch_phases
 
     assert job.script is not None
     os.environ.pop("PYTHONSAFEPATH", None)
     os.environ["ZPLAN_PLAN"] = str(job.plan)
-    engine.watch_phases(board.follow)
+    watch_phases(board.follow)
     sys.argv = [str(job.script), *job.arguments]
     sys.path.insert(0, str(job.script.resolve().parent))
     board.enter("script")
