@@ -101,13 +101,7 @@ class Reducer:
         while self.next < len(self.order):
             self._reduce(self.order[self.next])
             self.next += 1
-        with self.streams.on(self.streams.reduce):
-            done = self.streams.mark()
-        self.streams.wait(done)
-        self.retire()
-        self._drop_slot()
-        self.next = 0
-        self.ready.clear()
+        self._end_pass()
         self.forwarded = False
         if self.fresh and not self.held:
             self.micro_step += 1
@@ -125,16 +119,17 @@ class Reducer:
         """Forget a backward that did not end."""
         for u in self.units:
             u.release_grads()
+        self._end_pass()
+        self.drop()
+
+    def _end_pass(self) -> None:
+        """Wait for the reduce stream, free slot and gradients, and start anew at the first unit."""
         with self.streams.on(self.streams.reduce):
             done = self.streams.mark()
         self.streams.wait(done)
         self.retire()
-        self._drop_slot()
         self.next = 0
         self.ready.clear()
-        self.drop()
-
-    def _drop_slot(self) -> None:
         if self.slot is not None:
             storage = weakref.ref(self.slot.untyped_storage())
             self.slot = None
