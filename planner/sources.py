@@ -66,11 +66,6 @@ def model_from(name: str | None, params: int | None, *, offline: bool = False) -
     return _named(name, offline=offline)
 
 
-def model_of_architecture(name: str, arch: Architecture, source: str) -> Model:
-    """A model whose shape is known already, as in a plan."""
-    return Model(ModelSpec(name, decoder_units(arch), arch), source)
-
-
 def _assumed(params: int) -> Model:
     from zplan.planner.shape import solve_shape
 

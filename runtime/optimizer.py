@@ -78,6 +78,11 @@ class ShardedAdamW:
         """0-dim fp32 tensor: steps applied, those skipped not counted."""
         return self.scalars.applied
 
+    @property
+    def _share(self) -> float:
+        """What one micro-batch weighs in a step that does not count tokens."""
+        return 1.0 / (self.choice.world_size * self.choice.accumulation)
+
     def landed(self, unit: FlatUnit) -> None:
         """A unit's gradients are reduced for the last time; called on the stream that reduced them."""
         self.math.landed(self.first_row[unit], [self._grad(unit, piece) for piece in self._pieces(unit)])
@@ -105,7 +110,7 @@ class ShardedAdamW:
         `clip` stands for the config's `gradient_clipping` in this step; a second call in a step changes nothing else.
         """
         s, limit = self.scalars, self.training.clip if clip is None else clip
-        mean = 1.0 if self.weighted else 1.0 / (self.choice.world_size * self.choice.accumulation)
+        mean = 1.0 if self.weighted else self._share
         if self.measured and clip is None:
             return
         if self.measured:
@@ -141,7 +146,7 @@ class ShardedAdamW:
 
     def mean(self, collectives: Collectives) -> float | Tensor:
         """What turns sums over ranks and micro-steps into a mean of the true loss: a number, or a 0-dim tensor."""
-        mean: float | Tensor = 1.0 / (self.choice.world_size * self.choice.accumulation)
+        mean: float | Tensor = self._share
         if self.weighted:
             self._count(collectives)
             mean = self.scalars.tokens.reciprocal()

@@ -14,6 +14,20 @@ from zplan.runtime.decoder import Decoder
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+def choose(batch: int, seq: int, precision="bf16", checkpointing="none", attention="sdpa", device="cpu") -> Choice:
+    """One rank at stage 0, where activations are all there is to choose about."""
+    return Choice(
+        0,
+        1,
+        micro_batch=batch,
+        seq=seq,
+        precision=precision,
+        checkpointing=checkpointing,
+        attention=attention,
+        device=device,
+    )
+
+
 class Observer(Protocol):
     def enter(self, phase: str) -> None: ...
 

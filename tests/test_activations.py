@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from phases import allocator_peaks, mark_phases, unit_modules
+from phases import allocator_peaks, choose, mark_phases, unit_modules
 
 from zplan.planner.activations import BATCH_PHASES, activation_lines, profile
 from zplan.planner.aten import FP32, INT64, SORT_ABOVE
@@ -83,19 +83,6 @@ def expect_equal(arch: Architecture, choice: Choice, *, steps: int = 1) -> None:
     observed = observe(arch, choice, steps=steps)
     wrong = {p: (predicted.get(p), observed.get(p)) for p in {*predicted, *observed}}
     assert not (wrong := {p: pair for p, pair in wrong.items() if pair[0] != pair[1]}), wrong
-
-
-def choose(batch: int, seq: int, precision="bf16", checkpointing="none", attention="sdpa", device="cpu") -> Choice:
-    return Choice(
-        0,
-        1,
-        micro_batch=batch,
-        seq=seq,
-        precision=precision,
-        checkpointing=checkpointing,
-        attention=attention,
-        device=device,
-    )
 
 
 GRID = list(

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from phases import DTYPES, mark_phases
+from phases import DTYPES, choose, mark_phases
 from torch import nn
 
 from zplan.planner.activations import activation_lines, counted
@@ -92,19 +92,6 @@ CASES = {
         "tie_word_embeddings": True,
     },
 }
-
-
-def choose(batch: int, seq: int, precision: str, checkpointing: str, attention: str = "sdpa") -> Choice:
-    return Choice(
-        0,
-        1,
-        micro_batch=batch,
-        seq=seq,
-        precision=precision,
-        checkpointing=checkpointing,
-        attention=attention,
-        device="cpu",
-    )
 
 
 def predicted(config: dict, choice: Choice) -> dict[str, int]:

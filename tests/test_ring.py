@@ -190,3 +190,43 @@ def peak_of_initialization(rank: int, world_size: int) -> tuple[int, int, int]:
 def test_initialization_holds_one_full_unit_beside_the_shards(run_ranks):
     for peak, after, unit in run_ranks(2, peak_of_initialization):
         assert peak <= after + unit
+
+
+def interrupted(rank: int, world_size: int, stage: int) -> tuple[list[float], list[float]]:
+    """Losses of three steps, without and with a backward that breaks off in the second and is forgotten."""
+    out = []
+    for breaks in (False, True):
+        engine, *_ = initialize(model=w.build(w.LLAMA4), config=w.config(stage), init=w.fill)
+        losses = []
+        for step in range(3):
+            batch = w.batch(w.LLAMA4.vocab, step, rank, 0)
+            if breaks and step == 1:
+                with pytest.raises(MemoryError):
+                    engine.backward(failing_loss(engine, batch))
+                engine.reset_step()
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        out.append(losses)
+        engine.close()
+    return out[0], out[1]
+
+
+def failing_loss(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The loss of a batch whose backward fails below the second block."""
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise MemoryError("no room")
+
+    handle = engine.module.blocks[1].register_forward_hook(lambda _m, _a, out: out.register_hook(fail) and None)
+    loss = engine(*batch)
+    handle.remove()
+    return loss
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_backward_that_broke_off_can_be_forgotten(run_ranks, stage):
+    for plain, broken in run_ranks(2, interrupted, stage):
+        assert plain == broken
