@@ -31,6 +31,15 @@ def main() -> None:
     except BaseException as error:
         board.fail(error, report=report_on(error, job, board.phase))
         _leave(1)
+    close_engines()
+
+
+def close_engines() -> None:
+    """Close what a script left open: gloo's threads abort a process that ends while they run."""
+    from zplan.runtime.initialize import engines
+
+    for engine in engines():
+        engine.close()
 
 
 def report_on(error: BaseException, job: Job, phase: str) -> str:

@@ -35,7 +35,8 @@ for step in range(2):
     engine.backward(engine(ids, ids.clone()))
     engine.step()
 assert __name__ == "__main__" and beside.HERE and sys.argv[2:3] == ["--steps"]
-print(f"rank {engine.rank} of {engine.world_size}: {sys.argv[2:]}")
+# One write: unbuffered, `print` would send its newline apart, and lines of two ranks could mix.
+sys.stdout.write(f"rank {engine.rank} of {engine.world_size}: {sys.argv[2:]}" + chr(10))
 """
 
 
