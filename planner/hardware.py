@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass, replace
 
 from zplan.planner.errors import ZplanError, did_you_mean
-from zplan.planner.presets import DATA
 from zplan.planner.units import MIB, format_bytes, format_gib
+
+DATA = os.path.join(os.path.dirname(__file__), "data")
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from zplan.planner.activations import prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
+from zplan.planner.folding import Folding, fold, foldable
 from zplan.planner.hardware import Hardware
-from zplan.planner.ledger import Ledger, Line
+from zplan.planner.ledger import Kind, Ledger, Line
 from zplan.planner.overhead import overhead_lines
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
@@ -40,10 +42,17 @@ class Row:
     """One choice and what it needs of a card."""
 
     choice: Choice
-    ledger: Ledger
     capacity_bytes: int
     peak_bytes: int
     peak_phase: str
+    kinds: Mapping[Kind, int]
+    """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
+    write_out: Callable[[], Ledger] = field(repr=False, compare=False)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """All lines, written out when they are asked for: a search needs sums only."""
+        return self.write_out()
 
     @property
     def spare_bytes(self) -> int:
@@ -75,10 +84,15 @@ class Search:
     request: Request
     remainder: bool = True
     memo: dict[Choice, Row] = field(default_factory=dict)
+    foldings: dict[int, Folding] = field(default_factory=dict)
+    """By slots of the ring."""
 
     def __post_init__(self) -> None:
-        self.phases = timeline(self.model.spec.units).phases
         self.seq = self._seq()
+
+    @cached_property
+    def phases(self) -> tuple[str, ...]:
+        return timeline(self.model.spec.units).phases
 
     def _seq(self) -> int:
         """The sequence asked for, or the default; refused where the model cannot run it."""
@@ -145,21 +159,37 @@ class Search:
     def row(self, choice: Choice) -> Row:
         """Evaluate a choice, once."""
         if choice not in self.memo:
-            extra = (*overhead_lines(self.hardware, choice, self.phases), *self._remainder(choice))
-            ledger = predict(self.model.spec, choice, overheads=extra)
-            per_phase = ledger.per_phase()
-            peak = max(per_phase)
-            self.memo[choice] = Row(choice, ledger, self.hardware.mem_bytes, peak, ledger.phases[per_phase.index(peak)])
+            self.memo[choice] = self._evaluate(choice)
         return self.memo[choice]
 
-    def _remainder(self, choice: Choice) -> tuple[Line, ...]:
+    def _evaluate(self, choice: Choice) -> Row:
+        def further(phases: Sequence[str]) -> tuple[Line, ...]:
+            return (*overhead_lines(self.hardware, choice, phases), *self._remainder(choice, phases))
+
+        def write_out() -> Ledger:
+            return predict(self.model.spec, choice, overheads=further(self.phases))
+
+        if foldable(choice):
+            if choice.ring_slots not in self.foldings:
+                self.foldings[choice.ring_slots] = fold(self.model.spec, ring_slots=choice.ring_slots)
+            folding = self.foldings[choice.ring_slots]
+            vectors, phases = folding.vectors(choice, further), folding.phases
+            per_phase = [sum(column) for column in zip(*vectors.values(), strict=True)]
+            at = per_phase.index(max(per_phase))
+            kinds = {kind: values[at] for kind, values in vectors.items()}
+            return Row(choice, self.hardware.mem_bytes, per_phase[at], phases[at], kinds, write_out)
+        ledger = write_out()
+        kinds = ledger.kind_at_peak()
+        return Row(choice, self.hardware.mem_bytes, sum(kinds.values()), ledger.peak_phase(), kinds, lambda: ledger)
+
+    def _remainder(self, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
         missing = self.model.missing_params
         if not self.remainder or not missing:
             return ()
         rate = runtime_rate(choice)
         note = f"{missing:,} parameters that the assumed shape lacks, at {rate.formula()} bytes"
         nbytes = rate.of(missing, choice.world_size)
-        always = (0, len(self.phases) - 1)
+        always = (0, len(phases) - 1)
         return (Line("states.remainder", nbytes, (always,), "states", source="derived", note=note),)
 
     def best(self, stage: int, batches: Sequence[Batch]) -> Row:
