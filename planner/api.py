@@ -118,6 +118,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     host_mem: int | float | str | None = None,
     stage: int | None = None,
     offload: str | None = None,
+    offload_params: str | None = None,
     optimizer: str | None = None,
     accumulation: int | None = None,
     micro_batch: int | None = None,
@@ -146,8 +147,10 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Per node. Nothing lies there without offload.
     stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device
         Fix a choice; what is left out is chosen and marked so.
-    offload, optimizer
-        `none` and `adamw`; the rest are refused by name.
+    offload, offload_params
+        Where the optimizer and the parameters lie between their uses: `none`, `cpu` or `nvme`.
+    optimizer
+        `adamw`; the rest are refused by name.
     config
         A DeepSpeed config, a path or a mapping; fixes what it names.
     offline
@@ -231,6 +234,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     host_mem: int | float | str | None = None,
     stage: int | None = None,
     offload: str | None = None,
+    offload_params: str | None = None,
     optimizer: str | None = None,
     accumulation: int | None = None,
     micro_batch: int | None = None,

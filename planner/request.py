@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from zplan.planner.config import Attention, Checkpointing, Device, Precision, Saving
+from zplan.planner.config import Attention, Checkpointing, Device, Offload, Place, Precision, Saving
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.units import parse_bytes, parse_count
 
@@ -27,6 +27,7 @@ OPTION = {
     "checkpointing": "--checkpointing",
     "attention": "--attention",
     "device": "--device",
+    "offload": "--offload",
     "ring_slots": "`ring_slots`",
     "saving": "`saving`",
     "piece_numel": "`reduce_bucket_size`",
@@ -65,7 +66,7 @@ class Request:
 
 
 ARGUMENTS = (
-    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload", "optimizer", "config", "offline"),
+    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload_params", "optimizer", "config", "offline"),
     *OPTION,
 )
 """Names that `make_request` knows."""
@@ -79,8 +80,9 @@ def make_request(given: Mapping[str, Any]) -> Request:
     given
         Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
         takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU) and `host_mem` (per
-        node) are GiB when bare. `offload` and `optimizer` are refused by name unless built. `config` is a DeepSpeed
-        config, a path or a mapping, and fixes what it names. `offline` forbids the network. The rest fix a choice.
+        node) are GiB when bare. `offload` says where the optimizer lies, `offload_params` where the parameters do.
+        What is not built, as a word of `offload` or `optimizer`, is refused by name. `config` is a DeepSpeed config, a
+        path or a mapping, and fixes what it names. `offline` forbids the network. The rest fix a choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
     for name in given:
@@ -88,7 +90,9 @@ def make_request(given: Mapping[str, Any]) -> Request:
             raise ZplanError(f"unknown argument `{name}`", did_you_mean(name, ARGUMENTS) or "see the documentation")
     given = {name: _of_type(name, value) for name, value in given.items()}
     _refuse_unbuilt(given)
-    fixed = {name: _check(name, given[name]) for name in OPTION if name in given}
+    fixed = {name: _check(name, given[name]) for name in OPTION if name in given and name != "offload"}
+    if "offload" in given or "offload_params" in given:
+        fixed["offload"] = read_offload(given)
     fixed_by = {name: OPTION[name] for name in fixed}
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
     return Request(
@@ -134,8 +138,27 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def read_offload(given: Mapping[str, Any]) -> Offload:
+    """What `offload` and `offload_params` say together."""
+    places = get_args(Place)
+    for name in ("offload", "offload_params"):
+        value, flag = given.get(name, "none"), "--" + name.replace("_", "-")
+        if value not in places:
+            hint = f"use {flag} {', '.join(places[:-1])} or {places[-1]}"
+            raise ZplanError(f"`{flag} {value}` is unknown", did_you_mean(str(value), places) or hint)
+    offload = Offload(given.get("offload", "none"), given.get("offload_params", "none"))
+    if offload.params != "none" and offload.optimizer == "none":
+        raise ZplanError(
+            f"`--offload-params {offload.params}` leaves the optimizer on the GPU, which holds more than the parameters",
+            f"add --offload {offload.params}",
+        )
+    if offload != Offload():
+        word = f"--offload {offload.optimizer}"
+        raise ZplanError(f"`{word}` is not built yet", "use --offload none, and more GPUs")
+    return offload
+
+
 _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
-    "offload": ("--offload", ("none",), ("cpu", "nvme", "optimizer", "params"), "use --offload none, and more GPUs"),
     "optimizer": (
         "--optimizer",
         ("adamw",),

@@ -95,8 +95,8 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
         if by and name == "piece_numel":
             reason = f"{reason}; elements, {format_small(value * REDUCE_ITEMSIZE)} in fp32"
         out.append(Decision(name, value, by is None, reason))
-    for name, value in (("offload", "none"), ("optimizer", "adamw")):
-        asked = name in search.request.asked
+    for name, value in (("offload", row.choice.offload.told()), ("optimizer", row.choice.optimizer)):
+        asked = name in search.request.fixed or name in search.request.asked
         out.append(Decision(name, value, not asked, f"asked by --{name}" if asked else "the only one built yet"))
     return tuple(out)
 

@@ -208,8 +208,9 @@ def test_no_command_shows_help(run):
 
 
 QUESTION = (
-    "--model --params --gpus --nodes --mem --gpu --host-mem --stage --offload --optimizer --accumulation --micro-batch "
-    "--global-batch --seq --precision --checkpointing --attention --device --config --offline "
+    "--model --params --gpus --nodes --mem --gpu --host-mem --stage --offload --offload-params --optimizer "
+    "--accumulation --micro-batch --global-batch --seq --precision --checkpointing --attention --device --config "
+    "--offline "
 )
 FLAGS = {
     "estimate": QUESTION + "--json --check",
