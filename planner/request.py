@@ -149,7 +149,7 @@ def read_offload(given: Mapping[str, Any]) -> Offload:
     offload = Offload(given.get("offload", "none"), given.get("offload_params", "none"))
     if offload.params != "none" and offload.optimizer == "none":
         raise ZplanError(
-            f"`--offload-params {offload.params}` leaves the optimizer on the GPU, which holds more than the parameters",
+            f"`--offload-params {offload.params}` leaves the larger optimizer on the GPU",
             f"add --offload {offload.params}",
         )
     if offload != Offload():
