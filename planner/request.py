@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from zplan.planner.config import Attention, Checkpointing, Device, Offload, Place, Precision, Saving
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.interval import Margin, parse_margin
 from zplan.planner.units import parse_bytes, parse_count
 
 MOST = 10**9
@@ -29,7 +30,7 @@ OPTION = {
     "device": "--device",
     "offload": "--offload",
     "ring_slots": "`ring_slots`",
-    "saving": "`saving`",
+    "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
 }
 """What fixes a choice, and what it is called."""
@@ -49,6 +50,8 @@ class Request:
     nodes: int = 1
     host_mem_bytes: int | None = None
     """Per node."""
+    margin: Margin = Margin()
+    """What stays free beyond the interval."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Choices that were made, by the names of `OPTION`."""
     fixed_by: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +69,8 @@ class Request:
 
 
 ARGUMENTS = (
-    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload_params", "optimizer", "config", "offline"),
+    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "margin"),
+    *("offload_params", "optimizer", "config", "offline"),
     *OPTION,
 )
 """Names that `make_request` knows."""
@@ -80,9 +84,10 @@ def make_request(given: Mapping[str, Any]) -> Request:
     given
         Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
         takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU) and `host_mem` (per
-        node) are GiB when bare. `offload` says where the optimizer lies, `offload_params` where the parameters do.
-        What is not built, as a word of `offload` or `optimizer`, is refused by name. `config` is a DeepSpeed config, a
-        path or a mapping, and fixes what it names. `offline` forbids the network. The rest fix a choice.
+        node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
+        optimizer lies, `offload_params` where the parameters do. What is not built, as a word of `offload` or
+        `optimizer`, is refused by name. `config` is a DeepSpeed config, a path or a mapping, and fixes what it names.
+        `offline` forbids the network. The rest fix a choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
     for name in given:
@@ -103,6 +108,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
         gpu=given.get("gpu"),
         nodes=_whole("--nodes", given.get("nodes", 1)),
         host_mem_bytes=parse_bytes(given["host_mem"], "--host-mem") if "host_mem" in given else None,
+        margin=parse_margin(given["margin"]) if "margin" in given else Margin(),
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,

@@ -44,11 +44,16 @@ class Row:
     capacity_bytes: int
     peak_bytes: int
     peak_phase: str
+    low_bytes: int
+    high_bytes: int
+    """Between which bytes the peak lies; see [Note: intervals] in interval.py."""
+    margin_bytes: int = 0
+    """What was asked to stay free beyond that."""
 
     @property
     def spare_bytes(self) -> int:
-        """Negative where it does not fit."""
-        return self.capacity_bytes - self.peak_bytes
+        """What the upper end and the margin leave of the card; negative where it does not fit."""
+        return self.capacity_bytes - self.margin_bytes - self.high_bytes
 
     @property
     def fits(self) -> bool:
@@ -149,7 +154,9 @@ class Search:
             ledger = predict(self.model.spec, choice, overheads=extra)
             per_phase = ledger.per_phase()
             peak = max(per_phase)
-            self.memo[choice] = Row(choice, ledger, self.hardware.mem_bytes, peak, ledger.phases[per_phase.index(peak)])
+            card, phase = self.hardware.mem_bytes, ledger.phases[per_phase.index(peak)]
+            low, high = ledger.interval(per_phase=per_phase)
+            self.memo[choice] = Row(choice, ledger, card, peak, phase, low, high, self.request.margin.of(card))
         return self.memo[choice]
 
     def _remainder(self, choice: Choice) -> tuple[Line, ...]:

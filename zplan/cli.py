@@ -125,6 +125,7 @@ QUESTION = (
     click.option("--mem", metavar="SIZE", help="Memory per GPU: 24 is GiB, 24GB is 24e9.  [default: this machine's]"),
     click.option("--gpu", metavar="NAME", help="A name of `zplan gpus`, instead of --mem."),
     click.option("--host-mem", metavar="SIZE", help="Memory per node."),
+    click.option("--margin", metavar="SIZE|%", help="Keep this free beyond the interval of the total.  [default: 0]"),
     click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the lowest that fits]"),
     click.option("--offload", metavar="TO", help="Of the optimizer: none, cpu or nvme.  [default: none]"),
     click.option("--offload-params", metavar="TO", help="Of parameters, stage 3: none, cpu or nvme.  [default: none]"),
@@ -137,6 +138,7 @@ QUESTION = (
     click.option("--checkpointing", metavar="HOW", help="none or full.  [default: none where it fits with room]"),
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
+    click.option("--saving", metavar="HOW", help="foreground, or background: from a copy in host memory."),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
     click.option("--offline", is_flag=True, help="Never touch the network."),
 )
