@@ -238,6 +238,26 @@ def _simulation(arch: Architecture, choice: Choice) -> Simulation:
     )
 
 
+def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
+    """Peak bytes of each phase of a forward under `torch.no_grad`, inputs and loss included.
+
+    Blocks are all alike there, since nothing is kept for a backward: `forward.blocks.1` stands for those in between.
+    """
+    arch = _architecture(spec, choice)
+    table, small = DEVICES[choice.device], replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
+    tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
+    make = DecoderTape if arch.runnable else _class_tape(arch)
+    batch = 1 if choice.micro_batch == 1 else PRIME_B
+    seq = 1 if choice.seq == 1 else PRIME_T
+    make(Aten(tape, table), small, decoder_units(small), choice.itemsize).evaluate(batch, seq, choice.attention)
+    scale = _scale(arch, choice)
+    return {
+        phase: max(_dot(v, scale) for v in levels)
+        for phase, levels in zip(tape.phases, tape.levels, strict=True)
+        if phase != "idle"
+    }
+
+
 @lru_cache(maxsize=64)
 def _simulate(  # noqa: PLR0913  (the key of the cache)
     arch: Architecture,
