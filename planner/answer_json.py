@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
-from zplan.planner.ledger import Kind
+from zplan.planner.ledger import Kind, Line
 from zplan.planner.models import architecture_values
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK, runtime_rate
@@ -29,6 +29,7 @@ def estimate_json(e: Estimate) -> str:
         "fits": e.fits,
         "activations_counted": e.counted,
         "peak_bytes": e.peak_bytes,
+        "peak_between_bytes": [e.row.low_bytes, e.row.high_bytes],
         "verdict": asdict(e.verdict),
         "asked": dict(e.request.asked),
         "chosen": [asdict(d) for d in e.decisions],
@@ -54,7 +55,7 @@ def estimate_json(e: Estimate) -> str:
         "one_gpu": row_json(e.single),
         "longest_seq": e.longest_seq,
         "remedies": [asdict(r) for r in e.remedies],
-        "lines": [{**asdict(x), "spans": len(x.spans), "live_at_peak": n} for x, n in _with_counts(e.row)],
+        "lines": [_line(x, n) for x, n in _with_counts(e.row)],
         "not_counted": list(e.not_counted),
         "notes": list(e.notes),
     }
@@ -74,10 +75,18 @@ def row_json(row: Row) -> dict[str, Any]:
         **{f"{kind}_bytes": row.kinds.get(kind, 0) for kind in get_args(Kind)},
         "peak_bytes": row.peak_bytes,
         "peak_phase": row.peak_phase,
+        "low_bytes": row.low_bytes,
+        "high_bytes": row.high_bytes,
+        "margin_bytes": row.margin_bytes,
         "capacity_bytes": row.capacity_bytes,
         "spare_bytes": row.spare_bytes,
         "fits": row.fits,
     }
+
+
+def _line(line: Line, live: int) -> dict[str, Any]:
+    low, high = line.bounds
+    return {**asdict(line), "low": low, "high": high, "spans": len(line.spans), "live_at_peak": live}
 
 
 def _with_counts(row: Row) -> list[tuple[Any, int]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Ledger, Line
@@ -27,8 +28,11 @@ from zplan.planner.timeline import Timeline, timeline
 FRONT = 3
 """Blocks counted from the front; the rest of a shallow model counts from the back."""
 
-Vectors = dict[Kind, list[int]]
-"""Live device bytes of each kind, by phase."""
+Column = Kind | Literal["low", "high"]
+Vectors = dict[Column, list[int]]
+"""By phase the live device bytes of each kind, and how far their sum may be off, down and up."""
+
+OFF: tuple[Column, Column] = ("low", "high")
 
 _PLAIN = Choice(0, 1)
 
@@ -36,6 +40,17 @@ _PLAIN = Choice(0, 1)
 def foldable(choice: Choice) -> bool:
     """Whether the lines of a choice are affine in the blocks, and split into parts."""
     return choice.runtime == "zplan" and choice.offload == _PLAIN.offload and choice.checkpoint_every == 1
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that is live at once: how much, when, between which bounds, and of which kinds."""
+
+    nbytes: int
+    phase: str
+    low: int
+    high: int
+    kinds: dict[Kind, int]
 
 
 @dataclass
@@ -59,6 +74,16 @@ class Folding:
     """Index of each of `phases` in the second of `specs`."""
     times: tuple[Timeline, ...]
     memo: dict[Choice, Vectors] = field(default_factory=dict)
+
+    def peak(self, choice: Choice, further: Callable[[Sequence[str]], Iterable[Line]]) -> Peak:
+        """The peak of a choice, as of its whole ledger; the arguments are those of `vectors`."""
+        vectors = self.vectors(choice, further)
+        low, high = (vectors.pop(end, [0] * len(self.phases)) for end in OFF)
+        live = [sum(column) for column in zip(*vectors.values(), strict=True)]
+        at = live.index(max(live))
+        kinds = {kind: values[at] for kind, values in vectors.items() if kind not in OFF}
+        ends = (max(n + off for n, off in zip(live, end, strict=True)) for end in (low, high))
+        return Peak(live[at], self.phases[at], *ends, cast("dict[Kind, int]", kinds))
 
     def vectors(self, choice: Choice, further: Callable[[Sequence[str]], Iterable[Line]]) -> Vectors:
         """Live bytes of a choice in each of `phases`.
@@ -140,10 +165,14 @@ def _renamed(phase: str, further: int) -> str:
 
 
 def _by_kind(lines: Iterable[Line], phases: tuple[str, ...]) -> Vectors:
-    kinds: dict[Kind, list[Line]] = {}
+    columns: dict[Column, list[Line]] = {}
     for line in lines:
-        kinds.setdefault(line.kind, []).append(line)
-    return {kind: list(Ledger(phases, tuple(found)).per_phase()) for kind, found in kinds.items()}
+        columns.setdefault(line.kind, []).append(line)
+        bounds = line.bounds
+        if bounds[0] != bounds[1]:
+            for end, bound in zip(OFF, bounds, strict=True):
+                columns.setdefault(end, []).append(replace(line, nbytes=bound - line.nbytes))
+    return {column: list(Ledger(phases, tuple(found)).per_phase()) for column, found in columns.items()}
 
 
 def add(a: Vectors, b: Vectors) -> Vectors:

@@ -45,8 +45,7 @@ class BertTape(StepTape):
 
     def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
         embedded = self.embed(ids)
-        assert embedded.node is not None
-        embedded.node.on_gradient = "backward.embed"
+        self.starts(embedded, "backward.embed")
         hidden = embedded
         for i in range(self.arch.layers):
             run = self.block(i, attention).run

@@ -45,6 +45,11 @@ class Row:
     capacity_bytes: int
     peak_bytes: int
     peak_phase: str
+    low_bytes: int
+    high_bytes: int
+    """Between which bytes the peak lies; see [Note: intervals] in interval.py."""
+    margin_bytes: int
+    """What was asked to stay free beyond that."""
     kinds: Mapping[Kind, int]
     """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
     write_out: Callable[[], Ledger] = field(repr=False, compare=False)
@@ -56,8 +61,8 @@ class Row:
 
     @property
     def spare_bytes(self) -> int:
-        """Negative where it does not fit."""
-        return self.capacity_bytes - self.peak_bytes
+        """What the upper end and the margin leave of the card; negative where it does not fit."""
+        return self.capacity_bytes - self.margin_bytes - self.high_bytes
 
     @property
     def fits(self) -> bool:
@@ -142,7 +147,7 @@ class Search:
 
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""
-        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving")
+        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload")
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
@@ -169,18 +174,17 @@ class Search:
         def write_out() -> Ledger:
             return predict(self.model.spec, choice, overheads=further(self.phases))
 
+        card = self.hardware.mem_bytes
+        margin = self.request.margin.of(card)
         if foldable(choice):
             if choice.ring_slots not in self.foldings:
                 self.foldings[choice.ring_slots] = fold(self.model.spec, ring_slots=choice.ring_slots)
-            folding = self.foldings[choice.ring_slots]
-            vectors, phases = folding.vectors(choice, further), folding.phases
-            per_phase = [sum(column) for column in zip(*vectors.values(), strict=True)]
-            at = per_phase.index(max(per_phase))
-            kinds = {kind: values[at] for kind, values in vectors.items()}
-            return Row(choice, self.hardware.mem_bytes, per_phase[at], phases[at], kinds, write_out)
+            peak = self.foldings[choice.ring_slots].peak(choice, further)
+            return Row(choice, card, peak.nbytes, peak.phase, peak.low, peak.high, margin, peak.kinds, write_out)
         ledger = write_out()
-        kinds = ledger.kind_at_peak()
-        return Row(choice, self.hardware.mem_bytes, sum(kinds.values()), ledger.peak_phase(), kinds, lambda: ledger)
+        kinds, (low, high) = ledger.kind_at_peak(), ledger.interval()
+        nbytes = sum(kinds.values())
+        return Row(choice, card, nbytes, ledger.peak_phase(), low, high, margin, kinds, lambda: ledger)
 
     def _remainder(self, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
         missing = self.model.missing_params

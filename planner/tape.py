@@ -184,9 +184,12 @@ class Tape:
         enough: between two of them the level only grows.
     storages
         Every storage that ever was.
+    gradients
+        Off for a forward under `torch.no_grad`: no op has a node then, and nothing is saved.
     """
 
-    def __init__(self, *, in_place_accumulation: bool) -> None:
+    def __init__(self, *, in_place_accumulation: bool, gradients: bool = True) -> None:
+        self.gradients = gradients
         self.phases: list[str] = ["idle"]
         self.levels: list[set[Level]] = [{(0,) * (2 * WIDTH)}]
         self.storages: list[Storage] = []
@@ -208,8 +211,9 @@ class Tape:
     def parameter(self, shape: Sequence[int], itemsize: int, unit: UnitGradients) -> Value:
         """A leaf whose bytes are not activations."""
         value = self._value(tuple(shape), itemsize, row_major(shape), Storage(0, 0, "parameter", 0))
-        value.node = Accumulate(unit)
-        unit.missing += 1
+        if self.gradients:
+            value.node = Accumulate(unit)
+            unit.missing += 1
         return value
 
     def buffer(self, shape: Sequence[int], itemsize: int) -> Value:
