@@ -344,8 +344,10 @@ class Aten:
 
     def mm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
+        self.tape.multiply(*a_shape, b_shape[1])
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[1], times=2)
             second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0]))
             return [self.tape.new(a_shape, g[0].itemsize, "mm.input"), second]
 
@@ -356,8 +358,10 @@ class Aten:
 
     def addmm(self, bias: Value, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
+        self.tape.multiply(*a_shape, b_shape[1])
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[1], times=2)
             first = self.tape.new(a_shape, g[0].itemsize, "mm.input")
             second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0]))
             return [g[0].alias(), first, second]
@@ -376,8 +380,10 @@ class Aten:
 
     def bmm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
+        self.tape.multiply(*a_shape, b_shape[2])
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[2], times=2)
             second = self.tape.new(b_shape, g[0].itemsize, "bmm")
             return [self.tape.new(a_shape, g[0].itemsize, "bmm"), second]
 
@@ -458,8 +464,10 @@ class Aten:
         """Rows (S, in), sorted by expert, times their expert's matrix of a parameter (E, out, in)."""
         w = self.transpose(weight, 1, 2)
         x_shape, w_shape = x.shape, w.shape
+        self.tape.multiply(*x_shape, w_shape[2])
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*x_shape, w_shape[2], times=2)
             second = self.tape.new(
                 w_shape, g[0].itemsize, "mm.weight", strides=(w_shape[1] * w_shape[2], 1, w_shape[1])
             )
@@ -531,12 +539,15 @@ class Aten:
         """Whether fused attention takes fewer key than query heads as they are."""
         return self.table.attention[q.itemsize] != "efficient"
 
-    def sdpa(self, q: Value, k: Value, v: Value) -> Value:
-        """Fused causal attention of (B, H, T, D) over (B, G, T, D)."""
+    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
+        """Fused attention of (B, H, T, D) over (B, G, T, D). What is causal saves half of the products, and no bytes."""
         kernel = self.table.attention[q.itemsize]
         (b, h, t, d), groups = q.shape, k.shape[1]
+        # Scores and values. Backward makes the scores again: five products.
+        self.tape.multiply(b, h, t, t, d, times=2, per=1 + causal)
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(b, h, t, t, d, times=5, per=1 + causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":
                 grads: Outs = [self._row_major_heads(x.shape, x.itemsize, f"{n}.grad") for x, n in pairs]

@@ -82,8 +82,8 @@ class Folding:
         live = [sum(column) for column in zip(*vectors.values(), strict=True)]
         at = live.index(max(live))
         kinds = {kind: values[at] for kind, values in vectors.items() if kind not in OFF}
-        ends = (max(n + off for n, off in zip(live, end, strict=True)) for end in (low, high))
-        return Peak(live[at], self.phases[at], *ends, cast("dict[Kind, int]", kinds))
+        least, most = (max(n + off for n, off in zip(live, end, strict=True)) for end in (low, high))
+        return Peak(live[at], self.phases[at], least, most, cast("dict[Kind, int]", kinds))
 
     def vectors(self, choice: Choice, further: Callable[[Sequence[str]], Iterable[Line]]) -> Vectors:
         """Live bytes of a choice in each of `phases`.
