@@ -540,7 +540,7 @@ class Aten:
         return self.table.attention[q.itemsize] != "efficient"
 
     def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
-        """Fused attention of (B, H, T, D) over (B, G, T, D). What is causal saves half of the products, and no bytes."""
+        """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes."""
         kernel = self.table.attention[q.itemsize]
         (b, h, t, d), groups = q.shape, k.shape[1]
         # Scores and values. Backward makes the scores again: five products.
