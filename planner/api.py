@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from zplan.planner.verdict import Decision, Verdict, decisions, judge, judge_sta
 
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
+    from zplan.planner.timing import Timing
 
 NOT_COUNTED = (
     "fragmentation beyond the line `alloc.rounding`: the launcher sets expandable segments",
@@ -58,6 +59,8 @@ class Estimate:
     """What would make it fit; empty when it does."""
     traffic: tuple[Traffic, ...]
     """By stage, for the choices of `rows`."""
+    timings: tuple[Timing, ...]
+    """By stage, for the choices of `rows`: time of a step, and what the training takes; empty where it can't be told."""
     notes: tuple[str, ...]
 
     @property
@@ -117,6 +120,12 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     nodes: int | None = None,
     host_mem: int | float | str | None = None,
     margin: int | float | str | None = None,
+    efficiency: float | None = None,
+    network: float | None = None,
+    tokens: int | float | str | None = None,
+    epochs: int | None = None,
+    examples: int | float | str | None = None,
+    price: float | None = None,
     stage: int | None = None,
     offload: str | None = None,
     offload_params: str | None = None,
@@ -149,6 +158,14 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Per node.
     margin
         What stays free of a card beyond the interval of the total: a share (`"15%"`) or a size.
+    efficiency
+        Share of the card's dense peak that matrix products reach in a step; 0.5 where left out.
+    network
+        GB/s that a node sends to others.
+    tokens, epochs, examples
+        How much is trained: so many tokens, or so many times so many sequences.
+    price
+        Of one GPU for one hour.
     stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, saving
         Fix a choice; what is left out is chosen and marked so.
     offload, offload_params
@@ -186,8 +203,22 @@ def answer(request: Request) -> Estimate:
         longest_seq=search.longest_seq(row) if counted(search.model.spec) else 0,
         remedies=() if row.fits else remedies(search, row),
         traffic=tuple(traffic(search.model.spec, r.choice) for r in rows),
+        timings=_timings(search, rows),
         notes=_notes(search),
     )
+
+
+def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
+    if search.clock is None:
+        if search.request.goal.asked:
+            why = "no card is named" if search.hardware.gpu is None else "the model's ops are not counted"
+            raise ZplanError(
+                f"no step time can be told, as {why}, and so no hours", "name a card of `zplan gpus` with --gpu"
+            )
+        return ()
+    from zplan.planner.timing import timings
+
+    return timings(search, rows)
 
 
 def _with_ring(request: Request, model: Model) -> Request:
@@ -237,6 +268,12 @@ def plan(  # noqa: PLR0913 - as `estimate`
     nodes: int | None = None,
     host_mem: int | float | str | None = None,
     margin: int | float | str | None = None,
+    efficiency: float | None = None,
+    network: float | None = None,
+    tokens: int | float | str | None = None,
+    epochs: int | None = None,
+    examples: int | float | str | None = None,
+    price: float | None = None,
     stage: int | None = None,
     offload: str | None = None,
     offload_params: str | None = None,

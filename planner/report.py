@@ -60,7 +60,7 @@ def report(e: Estimate, *, colour: bool = False) -> str:
     verdict = "\n".join(textwrap.wrap(e.verdict.text, WIDTH))
     if colour:
         verdict = f"\033[{GREEN if e.fits else RED}m{verdict}\033[0m"
-    parts = [[verdict], _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e), _not_counted(e)]
+    parts = [[verdict], _question(e), _textbook(e), _runtime(e), _time(e), _choice(e), _lines(e), _not_counted(e)]
     return "\n\n".join("\n".join(p) for p in parts) + "\n"
 
 
@@ -146,6 +146,21 @@ def _runtime_row(row: Row, sent: int, *, picked: bool, counted: bool) -> list[st
         format_gb(sent),
         fits if row.fits else f"no, {format_gib(-row.spare_bytes)} over",
         row.peak_phase,
+    ]
+
+
+def _time(e: Estimate) -> list[str]:
+    """How long a step takes, by stage, and what sets it."""
+    if not e.timings:
+        what = "a dtype whose peak is known" if e.hardware.gpu else "a card (--gpu)"
+        return [f"Step time: none can be told without {what}; the lowest stage that fits moves least"]
+    from zplan.planner.timing import assumptions, timing_rows
+
+    head, *rows = timing_rows(e)
+    return [
+        "Step time of each row above, the exposed part of each bound, and its ratio to the same choice at other stages",
+        *table(head, rows, "l" + "r" * (len(head) - 1)),
+        *("  " + line for line in textwrap.wrap(assumptions(e), WIDTH)),
     ]
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 from zplan.planner.config import ITEMSIZE, Choice
 from zplan.planner.hardware import Hardware
-from zplan.planner.models import ModelSpec
+from zplan.planner.models import Architecture, ModelSpec
 from zplan.planner.offload_work import OffloadWork, offload_work
-from zplan.planner.placement import Placement, place, shards_states
+from zplan.planner.placement import place, shards_states
 from zplan.planner.speeds import PASSES, Speeds
-from zplan.planner.work import StepWork, Work, model_flops, step_work
+from zplan.planner.work import StepWork, Work, step_work
 
 STEP_BYTES = 28
 """Read and written by AdamW for each element: gradient, and master weight and two moments twice."""
@@ -85,19 +85,17 @@ class Sizes:
 
 def unit_sizes(spec: ModelSpec, choice: Choice, layers: int) -> Sizes:
     """Sizes of a model of so many blocks, from a model with fewer that are like them."""
-    front = blocks = end = 0
-    ringed: list[Placement] = []
-    all_blocks = [p for p in place(spec, choice) if p.unit.kind == "block" and not p.frozen]
+    front = blocks = end = count = 0
+    ringed = False
     for p in place(spec, choice):
         numel = p.layout.padded_numel
         if p.unit.kind == "block":
-            blocks += numel
-            ringed += [p] if p.ringed else []
-        elif not blocks:
+            blocks, count, ringed = blocks + numel, count + 1, ringed or p.ringed
+        elif not count:
             front += numel
         else:
             end += numel
-    return Sizes(front, blocks / max(1, len(all_blocks)), end, layers, bool(ringed))
+    return Sizes(front, blocks / max(1, count), end, layers, ringed)
 
 
 @dataclass(frozen=True)
@@ -148,6 +146,8 @@ class Wire:
     """Collectives of one job."""
 
     world_size: int
+    per_node: int
+    """Ranks that share a node."""
     rate: float
     """Bytes a second that a rank sends; see [Note: two levels]."""
     latency: float
@@ -163,9 +163,10 @@ class Wire:
 def wire(choice: Choice, hardware: Hardware, at: Speeds) -> Wire:
     """The links between the ranks of a choice, spread over the machine's nodes."""
     n = choice.world_size
-    nodes = max(1, -(-n // hardware.gpus_per_node))
-    rate = at.intra if nodes == 1 else at.network if hardware.gpus_per_node == 1 else min(at.intra, at.network)
-    return Wire(n, rate, at.call + (n - nodes) * at.hop + (nodes - 1) * at.far_hop)
+    per_node = min(n, hardware.gpus_per_node)
+    nodes = -(-n // per_node)
+    rate = at.intra if nodes == 1 else at.network if per_node == 1 else min(at.intra, at.network)
+    return Wire(n, per_node, rate, at.call + (n - nodes) * at.hop + (nodes - 1) * at.far_hop)
 
 
 def seconds_of(work: Work, at: Speeds) -> float:
@@ -196,36 +197,36 @@ class _Passes:
         return self.end_backward + layers * self.block_backward + self.front_backward
 
 
-def step_time(spec: ModelSpec, choice: Choice, sizes: Sizes, hardware: Hardware, at: Speeds) -> StepTime:
+def step_time(arch: Architecture, choice: Choice, sizes: Sizes, link: Wire, at: Speeds, *, per_token: int) -> StepTime:
     """Predict one optimizer step of zplan's runtime.
 
     Parameters
     ----------
-    spec
-        A model whose ops are counted.
+    arch
+        Of a model whose ops are counted; how many blocks it has is what `sizes` says.
     choice
-        Any stage and batch; ranks may differ from the machine's.
+        Any stage and batch.
     sizes
         Of the model's units for this choice.
-    hardware
-        Decides how many of the ranks share a node.
+    link
+        Between the ranks of this choice.
     at
-        Its speeds.
+        Speeds of their machine.
+    per_token
+        Operations of `model_flops`.
     """
-    arch = spec.arch
-    assert arch is not None, f"{spec.name} has no known shape"
-    passes = _Passes.of(step_work(arch, choice), at)
+    passes, layers = _Passes.of(step_work(arch, choice), at), sizes.layers
     again = 0.0
     if choice.checkpointing != "none":
         plain = _Passes.of(step_work(arch, replace(choice, checkpointing="none", checkpoint_offload=False)), at)
-        again = passes.backward(arch.layers) - plain.backward(arch.layers)
+        again = passes.backward(layers) - plain.backward(layers)
     k = choice.accumulation
-    compute = k * (passes.forward(arch.layers) + passes.backward(arch.layers))
-    off = offload_work(choice, sizes.total, sizes.block, layers=sizes.layers, hidden=arch.hidden)
-    gathers, reduces, carried = _exposed(choice, sizes, passes, wire(choice, hardware, at), off.seconds_a_gather(at))
+    compute = k * (passes.forward(layers) + passes.backward(layers))
+    off = offload_work(choice, sizes.total, sizes.block, layers=layers, hidden=arch.hidden)
+    gathers, reduces, carried = _exposed(choice, sizes, passes, link, off.seconds_a_gather(at))
     owned = sizes.total / (choice.world_size if shards_states(choice) else 1) * (1 - off.share)
     written = 0 if choice.sharded or choice.precision == "fp32" else choice.itemsize
-    late, bound = _offload(off, passes, choice, hardware, at)
+    late, bound = _offload(off, passes, choice, link, at)
     tokens = choice.micro_batch * k * choice.seq
     found = StepTime(
         compute=compute - k * again,
@@ -239,7 +240,7 @@ def step_time(spec: ModelSpec, choice: Choice, sizes: Sizes, hardware: Hardware,
         tokens=tokens * choice.world_size,
         mfu=0.0,
     )
-    return replace(found, mfu=tokens * model_flops(spec, choice.seq) / (at.peak_flops * found.total))
+    return replace(found, mfu=tokens * per_token / (at.peak_flops * found.total))
 
 
 def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> tuple[float, float, float]:
@@ -288,7 +289,7 @@ def _forward(p: _Passes, layers: int, gather: Sequence[float]) -> list[Queue]:
     return [Queue(1, p.front, gather[0]), Queue(layers, p.block, gather[1]), Queue(1, p.end, gather[2])]
 
 
-def _offload(off: OffloadWork, p: _Passes, c: Choice, hardware: Hardware, at: Speeds) -> tuple[float, str]:
+def _offload(off: OffloadWork, p: _Passes, c: Choice, link: Wire, at: Speeds) -> tuple[float, str]:
     """Seconds that offloading adds, and what sets them.
 
     Gradients leave beside backward. After it the host steps unit by unit, while units before it go back up and the
@@ -297,11 +298,10 @@ def _offload(off: OffloadWork, p: _Passes, c: Choice, hardware: Hardware, at: Sp
     """
     if not off:
         return 0.0, ""
-    per_node = min(hardware.gpus_per_node, c.world_size)
     late = {
         "PCIe": off.up_bytes / at.pcie,
-        "host": per_node * off.host_bytes / at.host,
-        "disk": per_node * (off.disk_read_bytes / at.disk_read + off.disk_written_bytes / at.disk_write),
+        "host": link.per_node * off.host_bytes / at.host,
+        "disk": link.per_node * (off.disk_read_bytes / at.disk_read + off.disk_written_bytes / at.disk_write),
     }
     bound = max(late, key=lambda name: late[name])
     backward = p.backward(off.layers) * c.accumulation
