@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zplan.planner.activations import counted
-from zplan.planner.comm import Traffic, textbook_traffic, traffic
+from zplan.planner.comm import Traffic, textbook_traffic
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware, hardware_from
 from zplan.planner.ledger import Line
-from zplan.planner.remedies import Remedy, remedies
 from zplan.planner.request import Request, make_request
 from zplan.planner.search import STAGES, Row, Search
 from zplan.planner.sources import Model, model_from
@@ -22,6 +21,7 @@ from zplan.planner.verdict import Decision, Verdict, decisions, judge, judge_sta
 
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
+    from zplan.planner.remedies import Remedy
     from zplan.planner.timing import Timing
 
 NOT_COUNTED = (
@@ -60,7 +60,7 @@ class Estimate:
     traffic: tuple[Traffic, ...]
     """By stage, for the choices of `rows`."""
     timings: tuple[Timing, ...]
-    """By stage, for the choices of `rows`: time of a step, and what the training takes; empty where it can't be told."""
+    """By stage, for the choices of `rows`: time of a step and cost of the training; empty where they can't be told."""
     notes: tuple[str, ...]
 
     @property
@@ -201,11 +201,17 @@ def answer(request: Request) -> Estimate:
         single=single,
         decisions=decisions(search, row, rows),
         longest_seq=search.longest_seq(row) if counted(search.model.spec) else 0,
-        remedies=() if row.fits else remedies(search, row),
-        traffic=tuple(traffic(search.model.spec, r.choice) for r in rows),
+        remedies=() if row.fits else _remedies(search, row),
+        traffic=tuple(search.traffic(r.choice) for r in rows),
         timings=_timings(search, rows),
         notes=_notes(search),
     )
+
+
+def _remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
+    from zplan.planner.remedies import remedies
+
+    return remedies(search, row)
 
 
 def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
@@ -323,7 +329,7 @@ def make_plan(request: Request) -> Plan:
     rows = search.rows()
     row = search.pick(rows)
     if not row.fits:
-        nearest = remedies(search, row)
+        nearest = _remedies(search, row)
         hint = (
             f"it would fit with {nearest[0].what} ({nearest[0].option})" if nearest else "no single change makes it fit"
         )

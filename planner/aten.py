@@ -344,7 +344,6 @@ class Aten:
 
     def mm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
-        self.tape.multiply(*a_shape, b_shape[1])
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(*a_shape, b_shape[1], times=2)
@@ -352,13 +351,13 @@ class Aten:
             return [self.tape.new(a_shape, g[0].itemsize, "mm.input"), second]
 
         node = self.tape.node([a, b], backward, a, b)
+        self.tape.multiply(*a_shape, b_shape[1])
         out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "mm")
         self.tape.finish(node, out)
         return out
 
     def addmm(self, bias: Value, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
-        self.tape.multiply(*a_shape, b_shape[1])
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(*a_shape, b_shape[1], times=2)
@@ -367,6 +366,7 @@ class Aten:
             return [g[0].alias(), first, second]
 
         node = self.tape.node([bias, a, b], backward, a, b)
+        self.tape.multiply(*a_shape, b_shape[1])
         out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "addmm")
         self.tape.finish(node, out)
         return out
@@ -380,7 +380,6 @@ class Aten:
 
     def bmm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
-        self.tape.multiply(*a_shape, b_shape[2])
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(*a_shape, b_shape[2], times=2)
@@ -388,6 +387,7 @@ class Aten:
             return [self.tape.new(a_shape, g[0].itemsize, "bmm"), second]
 
         node = self.tape.node([a, b], backward, a, b)
+        self.tape.multiply(*a_shape, b_shape[2])
         out = self.tape.new((*a.shape[:2], b.shape[2]), a.itemsize, "bmm")
         self.tape.finish(node, out)
         return out
@@ -464,7 +464,6 @@ class Aten:
         """Rows (S, in), sorted by expert, times their expert's matrix of a parameter (E, out, in)."""
         w = self.transpose(weight, 1, 2)
         x_shape, w_shape = x.shape, w.shape
-        self.tape.multiply(*x_shape, w_shape[2])
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(*x_shape, w_shape[2], times=2)
@@ -474,6 +473,7 @@ class Aten:
             return [self.tape.new(x_shape, g[0].itemsize, "mm.input"), second]
 
         node = self.tape.node([x, w], backward, x, w, offsets)
+        self.tape.multiply(*x_shape, w_shape[2])
         out = self.tape.new((x_shape[0], w_shape[2]), x.itemsize, "grouped_mm")
         self.tape.finish(node, out)
         return out
@@ -543,10 +543,9 @@ class Aten:
         """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes."""
         kernel = self.table.attention[q.itemsize]
         (b, h, t, d), groups = q.shape, k.shape[1]
-        # Scores and values. Backward makes the scores again: five products.
-        self.tape.multiply(b, h, t, t, d, times=2, per=1 + causal)
 
         def backward(g: Grads, s: Grads) -> Outs:
+            # Scores again, and gradients of scores, queries, keys and values.
             self.tape.multiply(b, h, t, t, d, times=5, per=1 + causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":
@@ -566,6 +565,7 @@ class Aten:
             return grads
 
         node = self.tape.node([q, k, v], backward, q, k, v)
+        self.tape.multiply(b, h, t, t, d, times=2, per=1 + causal)
         if kernel == "efficient":
             out = self._row_major_heads(q.shape, q.itemsize, "attention output")
             lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")

@@ -26,7 +26,7 @@ class OffloadWork:
     Attributes
     ----------
     down_bytes, up_bytes
-        Over PCIe, to and from the host: gradients, and updated parameters.
+        Over PCIe, to and from the host: gradients, and updated parameters other than those that come at every gather.
     fetch_bytes
         Over PCIe at every gather of one block: its 16-bit shard, where parameters are offloaded.
     input_bytes
@@ -78,7 +78,7 @@ def offload_work(choice: Choice, numel: float, block: float, *, layers: int, hid
     fetched = 0 if where.params == "none" else round(block / choice.world_size * choice.itemsize)
     return OffloadWork(
         down_bytes=times * owned * ITEMSIZE[choice.reduce_dtype],
-        up_bytes=0 if fetched else owned * choice.itemsize,
+        up_bytes=round(owned * (1 - layers * block / numel if fetched else 1)) * choice.itemsize,
         fetch_bytes=fetched,
         input_bytes=inputs,
         host_bytes=owned * (HOST_STEP_BYTES + choice.itemsize),

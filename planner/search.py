@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
+from zplan.planner.comm import Traffic, traffic
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.folding import Folding, fold, foldable
@@ -223,6 +224,16 @@ class Search:
         """Predicted time of one optimizer step; None where it can't be told."""
         return None if self.clock is None else self.clock.time(choice, self.folding(choice))
 
+    def traffic(self, choice: Choice) -> Traffic:
+        """Bytes that one rank moves in a step."""
+        if not foldable(choice):
+            return traffic(self.model.spec, choice)
+        per_model = self.folding(choice).affine
+        return Traffic(
+            per_model(lambda spec: traffic(spec, choice).gather_bytes),
+            per_model(lambda spec: traffic(spec, choice).reduce_bytes),
+        )
+
     def fastest(self, rows: Sequence[Row]) -> Row:
         """The first row that is as fast as any, ties within `TIE`; the very first where no time can be told."""
         times = [self.time(row.choice) for row in rows]
@@ -233,7 +244,7 @@ class Search:
 
     def candidates(self, stage: int, batches: Sequence[Batch]) -> list[Row]:
         """The row with the largest micro-batch that fits of each way to run a stage, in order of preference."""
-        found = []
+        found: list[Row] = []
         for checkpointing in self.checkpointings:
             open_and_none = checkpointing == "none" and len(self.checkpointings) > 1
             good = _is_roomy if open_and_none else _fits

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zplan.planner.comm import ring_gathers
 from zplan.planner.config import ITEMSIZE, Choice
 from zplan.planner.hardware import Hardware
 from zplan.planner.models import Architecture, ModelSpec
@@ -118,7 +119,7 @@ def gathered_first(runs: Sequence[Queue]) -> float:
     total = sum(r.count * r.seconds for r in runs)
     latest, moved, before = total, 0.0, 0.0
     for r in runs:
-        for i in (1, r.count):
+        for i in (1, r.count) if r.count else ():
             latest = max(latest, moved + i * r.moved + total - before - (i - 1) * r.seconds)
         moved, before = moved + r.count * r.moved, before + r.count * r.seconds
     return latest
@@ -135,7 +136,7 @@ def reduced_after(runs: Sequence[Queue]) -> float:
     left = sum(r.count * r.moved for r in runs)
     latest, done = 0.0, 0.0
     for r in runs:
-        for i in (1, r.count):
+        for i in (1, r.count) if r.count else ():
             latest = max(latest, done + i * r.seconds + left - (i - 1) * r.moved)
         done, left = done + r.count * r.seconds, left - r.count * r.moved
     return latest
@@ -265,23 +266,26 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     # Later micro-steps find resident units and the last blocks of the way down where they are.
     later = [Queue(1, p.front, 0.0), Queue(kept, p.block, 0.0), Queue(layers - kept, p.block, gather[1])]
     later.append(Queue(1, p.end, 0.0))
-    forward = p.forward(layers)
-    gathers = gathered_first(first) - forward + (k - 1) * (gathered_first(later) - forward)
+    every = c.checkpoint_every if c.checkpointing == "full" else 1
+    again = ring_gathers(layers, kept, accumulation=1, every=every) - layers
+    again_each = gather[1] * again / max(1, layers - kept)
     back = [Queue(1, p.end_backward, 0.0), Queue(kept, p.block_backward, 0.0)]
-    back += [Queue(layers - kept, p.block_backward, gather[1]), Queue(1, p.front_backward, 0.0)]
-    gathers += k * (gathered_first(back) - p.backward(layers))
+    back += [Queue(layers - kept, p.block_backward, again_each), Queue(1, p.front_backward, 0.0)]
+    up, up_later, down = gathered_first(first), gathered_first(later), gathered_first(back)
+    forward, backward = p.forward(layers), p.backward(layers)
+    gathers = up - forward + (k - 1) * (up_later - forward) + k * (down - backward)
     # The reduces of a pass share the links with its gathers.
-    beside = gather[1] * (layers - kept) / layers
-    queue = [Queue(1, p.end_backward, reduce[2]), Queue(layers, p.block_backward, reduce[1] + beside)]
-    queue.append(Queue(1, p.front_backward, reduce[0]))
-    tail = reduced_after(queue) - gathered_first(back)
+    queue = [Queue(1, p.end_backward, reduce[2])]
+    queue += [Queue(layers, p.block_backward, reduce[1] + gather[1] * again / layers)]
+    queue += [Queue(1, p.front_backward, reduce[0])]
+    ended = reduced_after(queue)
     times = 1 if c.stage < 2 else k
-    # All but the last micro-step's tail go on beside the next forward.
-    reduces = max(0.0, tail) + (times - 1) * max(0.0, tail - forward)
-    carried = sum(q.count * q.moved for q in first) + sum(q.count * q.moved for q in later) * (k - 1)
-    carried += k * sum(q.count * q.moved for q in back)
-    carried += times * (reduce[0] + layers * reduce[1] + reduce[2])
-    return max(0.0, gathers), reduces, carried
+    # All but the last micro-step's reduces may go on beside the next forward, as far as the links have time.
+    busy = sum(q.count * q.moved for q in (*later, *queue))
+    reduces = max(0.0, ended - down) + (times - 1) * max(0.0, max(ended, busy) - up_later - down)
+    carried = sum(q.count * q.moved for q in first) + (k - 1) * sum(q.count * q.moved for q in later)
+    carried += k * sum(q.count * q.moved for q in back) + times * (reduce[0] + layers * reduce[1] + reduce[2])
+    return gathers, reduces, carried
 
 
 def _forward(p: _Passes, layers: int, gather: Sequence[float]) -> list[Queue]:

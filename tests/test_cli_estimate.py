@@ -210,7 +210,7 @@ def test_no_command_shows_help(run):
 QUESTION = (
     "--model --params --gpus --nodes --mem --gpu --host-mem --margin --stage --offload --offload-params --optimizer "
     "--accumulation --micro-batch --global-batch --seq --precision --checkpointing --attention --device --saving "
-    "--config --offline "
+    "--config --efficiency --network --tokens --epochs --examples --price --offline "
 )
 FLAGS = {
     "estimate": QUESTION + "--json --check",
