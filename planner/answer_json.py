@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from zplan.planner.ledger import Line
+from zplan.planner.ledger import Kind, Line
 from zplan.planner.models import architecture_values
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK, runtime_rate
@@ -64,7 +64,6 @@ def estimate_json(e: Estimate) -> str:
 
 def row_json(row: Row) -> dict[str, Any]:
     """One stage's row."""
-    kinds = row.ledger.kind_at_peak()
     return {
         "stage": row.choice.stage,
         "world_size": row.choice.world_size,
@@ -73,7 +72,7 @@ def row_json(row: Row) -> dict[str, Any]:
         "accumulation": row.choice.accumulation,
         "seq": row.choice.seq,
         "rate": runtime_rate(row.choice).formula(),
-        **{f"{kind}_bytes": kinds.get(kind, 0) for kind in ("states", "buffers", "activations", "overhead")},
+        **{f"{kind}_bytes": row.kinds.get(kind, 0) for kind in get_args(Kind)},
         "peak_bytes": row.peak_bytes,
         "peak_phase": row.peak_phase,
         "low_bytes": row.low_bytes,

@@ -116,6 +116,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     gpu: str | None = None,
     nodes: int | None = None,
     host_mem: int | float | str | None = None,
+    nvme: int | float | str | None = None,
     margin: int | float | str | None = None,
     stage: int | None = None,
     offload: str | None = None,
@@ -145,8 +146,8 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         GPUs over all nodes. Left out: one where a card is described, else this machine's.
     mem, gpu
         Memory per GPU (a bare number is GiB), or a name that `zplan gpus` lists. Left out: this machine's.
-    host_mem
-        Per node.
+    host_mem, nvme
+        Per node; what the ranks of a node take together is held against them.
     margin
         What stays free of a card beyond the interval of the total: a share (`"15%"`) or a size.
     stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, saving
@@ -213,6 +214,7 @@ def open_search(request: Request, *, remainder: bool) -> Search:
         gpu=request.gpu,
         nodes=request.nodes,
         host_mem_bytes=request.host_mem_bytes,
+        nvme_bytes=request.nvme_bytes,
         device=request.get("device") or "cuda",
     )
     return Search(model, hardware, request, remainder=remainder)
@@ -236,6 +238,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     gpu: str | None = None,
     nodes: int | None = None,
     host_mem: int | float | str | None = None,
+    nvme: int | float | str | None = None,
     margin: int | float | str | None = None,
     stage: int | None = None,
     offload: str | None = None,

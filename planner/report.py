@@ -17,7 +17,7 @@ from zplan.planner.units import format_count, format_gb, format_gib, format_perc
 
 if TYPE_CHECKING:
     from zplan.planner.api import Estimate
-    from zplan.planner.ledger import Line
+    from zplan.planner.ledger import Kind, Line
     from zplan.planner.plan_file import Plan
     from zplan.planner.sources import Model
     from zplan.planner.verdict import Decision
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RULE_OF_THUMB = 60
 """Per cent of the card that habit gives to model states."""
 
-KINDS = ("states", "buffers", "activations", "overhead")
+KINDS: tuple[Kind, ...] = ("states", "buffers", "activations", "overhead")
 
 SMALL = 2**30 // 200
 """Bytes below which a line would show as 0.00 GiB; such lines are summed up."""
@@ -131,7 +131,7 @@ def _runtime(e: Estimate) -> list[str]:
 
 
 def _runtime_row(row: Row, sent: int, *, picked: bool, counted: bool) -> list[str]:
-    kinds = {kind: format_gib(n) for kind, n in row.ledger.kind_at_peak().items()}
+    kinds = {kind: format_gib(n) for kind, n in row.kinds.items()}
     if not counted:
         kinds["activations"] = "?"
     fits = f"yes, {format_gib(row.spare_bytes)} spare" if counted else f"open, {format_gib(row.spare_bytes)} left"

@@ -50,6 +50,8 @@ class Request:
     nodes: int = 1
     host_mem_bytes: int | None = None
     """Per node."""
+    nvme_bytes: int | None = None
+    """Per node."""
     margin: Margin = Margin()
     """What stays free beyond the interval."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Request:
 
 
 ARGUMENTS = (
-    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "margin"),
+    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
     *("offload_params", "optimizer", "config", "offline"),
     *OPTION,
 )
@@ -83,8 +85,8 @@ def make_request(given: Mapping[str, Any]) -> Request:
     ----------
     given
         Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
-        takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU) and `host_mem` (per
-        node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
+        takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU), `host_mem` and `nvme`
+        (per node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
         optimizer lies, `offload_params` where the parameters do. What is not built, as a word of `offload` or
         `optimizer`, is refused by name. `config` is a DeepSpeed config, a path or a mapping, and fixes what it names.
         `offline` forbids the network. The rest fix a choice.
@@ -108,6 +110,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
         gpu=given.get("gpu"),
         nodes=_whole("--nodes", given.get("nodes", 1)),
         host_mem_bytes=parse_bytes(given["host_mem"], "--host-mem") if "host_mem" in given else None,
+        nvme_bytes=parse_bytes(given["nvme"], "--nvme") if "nvme" in given else None,
         margin=parse_margin(given["margin"]) if "margin" in given else Margin(),
         fixed=fixed,
         fixed_by=fixed_by,

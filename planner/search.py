@@ -10,20 +10,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import add
+from typing import get_args
 
 from zplan.planner.activations import prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
+from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable
 from zplan.planner.hardware import Hardware
-from zplan.planner.ledger import Ledger, Line
+from zplan.planner.ledger import Kind, Ledger, Line
 from zplan.planner.overhead import overhead_lines
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
 from zplan.planner.sources import Model
 from zplan.planner.textbook import runtime_rate
+from zplan.planner.tiers import OffDevice
 from zplan.planner.timeline import timeline
 
 STAGES = (0, 1, 2, 3)
@@ -40,15 +45,24 @@ class Row:
     """One choice and what it needs of a card."""
 
     choice: Choice
-    ledger: Ledger
     capacity_bytes: int
     peak_bytes: int
     peak_phase: str
     low_bytes: int
     high_bytes: int
     """Between which bytes the peak lies; see [Note: intervals] in interval.py."""
-    margin_bytes: int = 0
+    margin_bytes: int
     """What was asked to stay free beyond that."""
+    off_device: OffDevice
+    """What it takes of the host and of NVMe."""
+    kinds: Mapping[Kind, int]
+    """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
+    write_out: Callable[[], Ledger] = field(repr=False, compare=False)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """All lines, written out when they are asked for: a search needs sums only."""
+        return self.write_out()
 
     @property
     def spare_bytes(self) -> int:
@@ -57,7 +71,7 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        return self.spare_bytes >= 0
+        return self.spare_bytes >= 0 and self.off_device.fits
 
     @property
     def roomy(self) -> bool:
@@ -80,10 +94,15 @@ class Search:
     request: Request
     remainder: bool = True
     memo: dict[Choice, Row] = field(default_factory=dict)
+    foldings: dict[int, Folding] = field(default_factory=dict)
+    """By slots of the ring."""
 
     def __post_init__(self) -> None:
-        self.phases = timeline(self.model.spec.units).phases
         self.seq = self._seq()
+
+    @cached_property
+    def phases(self) -> tuple[str, ...]:
+        return timeline(self.model.spec.units).phases
 
     def _seq(self) -> int:
         """The sequence asked for, or the default; refused where the model cannot run it."""
@@ -150,23 +169,53 @@ class Search:
     def row(self, choice: Choice) -> Row:
         """Evaluate a choice, once."""
         if choice not in self.memo:
-            extra = (*overhead_lines(self.hardware, choice, self.phases), *self._remainder(choice))
-            ledger = predict(self.model.spec, choice, overheads=extra)
-            per_phase = ledger.per_phase()
-            peak = max(per_phase)
-            card, phase = self.hardware.mem_bytes, ledger.phases[per_phase.index(peak)]
-            low, high = ledger.interval(per_phase=per_phase)
-            self.memo[choice] = Row(choice, ledger, card, peak, phase, low, high, self.request.margin.of(card))
+            self.memo[choice] = self._evaluate(choice)
         return self.memo[choice]
 
-    def _remainder(self, choice: Choice) -> tuple[Line, ...]:
+    def _evaluate(self, choice: Choice) -> Row:
+        def further(phases: Sequence[str]) -> tuple[Line, ...]:
+            return (*overhead_lines(self.hardware, choice, phases), *self._remainder(choice, phases))
+
+        def write_out() -> Ledger:
+            return predict(self.model.spec, choice, overheads=further(self.phases))
+
+        if foldable(choice):
+            if choice.ring_slots not in self.foldings:
+                self.foldings[choice.ring_slots] = fold(self.model.spec, ring_slots=choice.ring_slots)
+            folding = self.foldings[choice.ring_slots]
+            vectors, phases = folding.vectors(choice, further), folding.phases
+            return self._row(choice, vectors, phases, write_out)
+        ledger = write_out()
+        return self._row(choice, by_part(ledger.lines, ledger.phases), ledger.phases, lambda: ledger)
+
+    def _row(self, choice: Choice, vectors: Vectors, phases: Sequence[str], write_out: Callable[[], Ledger]) -> Row:
+        """A choice by the live bytes of its parts in each phase."""
+        device: dict[Kind, list[int]] = {kind: vectors[kind] for kind in get_args(Kind) if kind in vectors}
+        per_phase = [sum(column) for column in zip(*device.values(), strict=True)]
+        at = per_phase.index(max(per_phase))
+        low, high = (max(map(add, per_phase, vectors.get(end, [0] * len(phases)))) for end in ENDS)
+        card = self.hardware.mem_bytes
+        return Row(
+            choice,
+            card,
+            per_phase[at],
+            phases[at],
+            low_bytes=low,
+            high_bytes=high,
+            margin_bytes=self.request.margin.of(card),
+            off_device=OffDevice.of(vectors, self.hardware, choice.world_size),
+            kinds={kind: values[at] for kind, values in device.items()},
+            write_out=write_out,
+        )
+
+    def _remainder(self, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
         missing = self.model.missing_params
         if not self.remainder or not missing:
             return ()
         rate = runtime_rate(choice)
         note = f"{missing:,} parameters that the assumed shape lacks, at {rate.formula()} bytes"
         nbytes = rate.of(missing, choice.world_size)
-        always = (0, len(self.phases) - 1)
+        always = (0, len(phases) - 1)
         return (Line("states.remainder", nbytes, (always,), "states", source="derived", note=note),)
 
     def best(self, stage: int, batches: Sequence[Batch]) -> Row:

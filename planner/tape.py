@@ -107,14 +107,13 @@ Backward = Callable[[Any, list["Value"]], Gradients]
 """`(gradients of the outputs, saved values) -> gradients of the inputs`. Closures hold shapes only, never values."""
 
 
-@dataclass(frozen=True)
 class Edge:
     """Where an input's gradient goes, and the shape and itemsize that it must arrive in."""
 
-    node: Node
-    output_nr: int
-    shape: tuple[int, ...]
-    itemsize: int
+    __slots__ = ("itemsize", "node", "output_nr", "shape")
+
+    def __init__(self, node: Node, output_nr: int, shape: tuple[int, ...], itemsize: int) -> None:
+        self.node, self.output_nr, self.shape, self.itemsize = node, output_nr, shape, itemsize
 
 
 class Node:

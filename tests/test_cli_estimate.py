@@ -208,9 +208,9 @@ def test_no_command_shows_help(run):
 
 
 QUESTION = (
-    "--model --params --gpus --nodes --mem --gpu --host-mem --margin --stage --offload --offload-params --optimizer "
-    "--accumulation --micro-batch --global-batch --seq --precision --checkpointing --attention --device --saving "
-    "--config --offline "
+    "--model --params --gpus --nodes --mem --gpu --host-mem --nvme --margin --stage --offload --offload-params "
+    "--optimizer --accumulation --micro-batch --global-batch --seq --precision --checkpointing --attention "
+    "--device --saving --config --offline "
 )
 FLAGS = {
     "estimate": QUESTION + "--json --check",

@@ -125,6 +125,7 @@ QUESTION = (
     click.option("--mem", metavar="SIZE", help="Memory per GPU: 24 is GiB, 24GB is 24e9.  [default: this machine's]"),
     click.option("--gpu", metavar="NAME", help="A name of `zplan gpus`, instead of --mem."),
     click.option("--host-mem", metavar="SIZE", help="Memory per node."),
+    click.option("--nvme", metavar="SIZE", help="Disk space per node for what is offloaded there."),
     click.option("--margin", metavar="SIZE|%", help="Keep this free beyond the interval of the total.  [default: 0]"),
     click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the lowest that fits]"),
     click.option("--offload", metavar="TO", help="Of the optimizer: none, cpu or nvme.  [default: none]"),
