@@ -70,6 +70,13 @@ class Estimate:
         return self.row.fits and self.counted
 
     @property
+    def estimate_only(self) -> tuple[str, ...]:
+        """What zplan's runtime can't do of it, and why; empty where `zplan plan` and `zplan run` take it."""
+        from zplan.planner.runnable import limits
+
+        return tuple(limit.told() for limit in limits(self.row.choice, self.model.spec))
+
+    @property
     def not_counted(self) -> tuple[str, ...]:
         """What no row holds."""
         if self.counted:
@@ -126,6 +133,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     precision: str | None = None,
     checkpointing: str | None = None,
     attention: str | None = None,
+    reduce_dtype: str | None = None,
     device: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
@@ -146,8 +154,12 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Per node. Nothing lies there without offload.
     stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device
         Fix a choice; what is left out is chosen and marked so.
-    offload, optimizer
-        `none` and `adamw`; the rest are refused by name.
+    offload
+        `none`; the rest is refused by name.
+    optimizer
+        A name of `planner/optimizers.py`: what zplan does not step with is answered as `estimate only`.
+    reduce_dtype
+        `fp32` or `bf16`: in which gradients are reduced and accumulated.
     config
         A DeepSpeed config, a path or a mapping; fixes what it names.
     offline
@@ -239,6 +251,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     precision: str | None = None,
     checkpointing: str | None = None,
     attention: str | None = None,
+    reduce_dtype: str | None = None,
     device: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,

@@ -27,6 +27,8 @@ OPTION = {
     "checkpointing": "--checkpointing",
     "attention": "--attention",
     "device": "--device",
+    "optimizer": "--optimizer",
+    "reduce_dtype": "--reduce-dtype",
     "ring_slots": "`ring_slots`",
     "saving": "`saving`",
     "piece_numel": "`reduce_bucket_size`",
@@ -65,7 +67,7 @@ class Request:
 
 
 ARGUMENTS = (
-    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload", "optimizer", "config", "offline"),
+    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload", "config", "offline"),
     *OPTION,
 )
 """Names that `make_request` knows."""
@@ -79,7 +81,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
     given
         Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
         takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU) and `host_mem` (per
-        node) are GiB when bare. `offload` and `optimizer` are refused by name unless built. `config` is a DeepSpeed
+        node) are GiB when bare. `offload` is refused by name unless built. `config` is a DeepSpeed
         config, a path or a mapping, and fixes what it names. `offline` forbids the network. The rest fix a choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
@@ -136,12 +138,6 @@ def _plain(value: Any) -> Any:
 
 _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
     "offload": ("--offload", ("none",), ("cpu", "nvme", "optimizer", "params"), "use --offload none, and more GPUs"),
-    "optimizer": (
-        "--optimizer",
-        ("adamw",),
-        ("sgd", "adagrad", "lamb", "lion", "muon", "adafactor", "adamw8bit"),
-        "use --optimizer adamw",
-    ),
     "precision": ("--precision", ("bf16", "fp16", "fp32"), ("fp8", "int8"), "use --precision bf16, fp16 or fp32"),
 }
 """Option -> its flag, what is built, what the field knows and is not built yet, and what to do."""
@@ -163,6 +159,7 @@ _WORDS = {
     "attention": get_args(Attention),
     "device": get_args(Device),
     "saving": get_args(Saving),
+    "reduce_dtype": ("fp32", "bf16"),
 }
 
 
@@ -174,6 +171,10 @@ def _check(name: str, value: Any) -> Any:
             near = did_you_mean(str(value), _WORDS[name])
             raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
         return value
+    if name == "optimizer":
+        from zplan.planner.optimizers import find_kind
+
+        return find_kind(str(value)).name
     if name == "stage":
         if value not in (0, 1, 2, 3) or isinstance(value, bool):
             raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")

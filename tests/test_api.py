@@ -91,11 +91,11 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_way_out():
     [
         ({"offload": "cpu"}, "`--offload cpu` is not built yet", "--offload none"),
         ({"offload": "disk"}, "`--offload disk` is unknown", "--offload none"),
-        ({"optimizer": "lion"}, "`--optimizer lion` is not built yet", "adamw"),
+        ({"reduce_dtype": "fp8"}, "`--reduce-dtype fp8` is unknown", "fp32, bf16"),
         ({"optimizer": "adamww"}, "`--optimizer adamww` is unknown", "did you mean `adamw`?"),
         ({"precision": "fp8"}, "`--precision fp8` is not built yet", "bf16, fp16 or fp32"),
         ({"precision": "bf61"}, "`--precision bf61` is unknown", "did you mean `bf16`?"),
-        ({"checkpointing": "selective"}, "`--checkpointing selective` is unknown", "none, full"),
+        ({"checkpointing": "half"}, "`--checkpointing half` is unknown", "none, selective, full"),
         ({"attention": "flash"}, "`--attention flash` is unknown", "sdpa, eager"),
         ({"stage": 4}, "`--stage 4` is no ZeRO stage", "0, 1, 2 or 3"),
         ({"micro_batch": 0}, "`--micro-batch 0` is not a whole number of at least 1", "1 or more"),

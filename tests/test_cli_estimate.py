@@ -209,7 +209,7 @@ def test_no_command_shows_help(run):
 
 QUESTION = (
     "--model --params --gpus --nodes --mem --gpu --host-mem --stage --offload --optimizer --accumulation --micro-batch "
-    "--global-batch --seq --precision --checkpointing --attention --device --config --offline "
+    "--global-batch --seq --precision --checkpointing --reduce-dtype --attention --device --config --offline "
 )
 FLAGS = {
     "estimate": QUESTION + "--json --check",
