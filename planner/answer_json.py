@@ -28,6 +28,7 @@ def estimate_json(e: Estimate) -> str:
         "zplan_version": __version__,
         "fits": e.fits,
         "activations_counted": e.counted,
+        "estimate_only": list(e.estimate_only),
         "peak_bytes": e.peak_bytes,
         "peak_between_bytes": [e.row.low_bytes, e.row.high_bytes],
         "verdict": asdict(e.verdict),

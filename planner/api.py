@@ -70,6 +70,13 @@ class Estimate:
         return self.row.fits and self.counted
 
     @property
+    def estimate_only(self) -> tuple[str, ...]:
+        """What zplan's runtime can't do of it, and why; empty where `zplan plan` and `zplan run` take it."""
+        from zplan.planner.runnable import limits
+
+        return tuple(limit.told() for limit in limits(self.row.choice, self.model.spec))
+
+    @property
     def not_counted(self) -> tuple[str, ...]:
         """What no row holds."""
         if self.counted:
@@ -129,6 +136,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     precision: str | None = None,
     checkpointing: str | None = None,
     attention: str | None = None,
+    reduce_dtype: str | None = None,
     device: str | None = None,
     saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -155,7 +163,9 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     offload, offload_params
         Where the optimizer and the parameters lie between their uses: `none`, `cpu` or `nvme`.
     optimizer
-        `adamw`; the rest are refused by name.
+        A name of `planner/optimizers.py`: what zplan does not step with is answered as `estimate only`.
+    reduce_dtype
+        `fp32` or `bf16`: in which gradients are reduced and accumulated.
     config
         A DeepSpeed config, a path or a mapping; fixes what it names.
     offline
@@ -251,6 +261,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     precision: str | None = None,
     checkpointing: str | None = None,
     attention: str | None = None,
+    reduce_dtype: str | None = None,
     device: str | None = None,
     saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,

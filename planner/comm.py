@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zplan.planner.config import REDUCE_ITEMSIZE, Choice
+from zplan.planner.config import Choice
 from zplan.planner.models import ModelSpec
 from zplan.planner.placement import Placement, place, shards_states
 
@@ -22,7 +22,7 @@ class Traffic:
     gather_bytes: int
     """Parameters, in the compute dtype."""
     reduce_bytes: int
-    """Gradients, in fp32."""
+    """Gradients, in the reduce dtype."""
 
     @property
     def total_bytes(self) -> int:
@@ -32,7 +32,7 @@ class Traffic:
 def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | None = None) -> Traffic:
     """What the runtime moves for a choice.
 
-    Stage 0 all-reduces whole fp32 gradients at the last micro-step; stage 1 reduce-scatters them there, stages 2 and 3
+    Stage 0 all-reduces whole gradients at the last micro-step; stage 1 reduce-scatters them there, stages 2 and 3
     at every micro-step. Stages 1 and 2 gather every unit once, after the step. At stage 3 so do resident units; the
     others are gathered as `ring_gathers` says.
     """
@@ -43,7 +43,7 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
         placements = place(spec, choice)
     sent = sum(p.layout.padded_numel for p in placements) // n * (n - 1)
     if not shards_states(choice):
-        return Traffic(0, 2 * sent * REDUCE_ITEMSIZE)
+        return Traffic(0, 2 * sent * choice.reduce_itemsize)
     ringed = Counter(p.size_class for p in placements if p.ringed)
     numel = {p.size_class: p.layout.padded_numel for p in placements if p.ringed}
     resident = sum(p.layout.padded_numel for p in placements if not p.ringed)
@@ -51,7 +51,7 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
         numel[name] * ring_gathers(count, choice.ring_slots, accumulation=k) for name, count in ringed.items()
     )
     reduces = 1 if choice.stage == 1 else k
-    return Traffic(gathered // n * (n - 1) * choice.itemsize, reduces * sent * REDUCE_ITEMSIZE)
+    return Traffic(gathered // n * (n - 1) * choice.itemsize, reduces * sent * choice.reduce_itemsize)
 
 
 def ring_gathers(blocks: int, slots: int, *, accumulation: int) -> int:

@@ -17,9 +17,6 @@ Place = Literal["none", "cpu", "nvme"]
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
 
-REDUCE_ITEMSIZE = 4
-"""Gradients are reduced and accumulated in fp32."""
-
 
 @dataclass(frozen=True)
 class Offload:
@@ -90,6 +87,11 @@ class Choice:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.precision]
+
+    @property
+    def reduce_itemsize(self) -> int:
+        """Bytes of one gradient element on the wire and in accumulation."""
+        return ITEMSIZE[self.reduce_dtype]
 
     @property
     def sharded(self) -> bool:

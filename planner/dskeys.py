@@ -77,13 +77,13 @@ TOP_HONOURED = (
     "optimizer",
     "scheduler",
     "steps_per_print",
+    "communication_data_type",
     "zplan",
 )
 
 TOP_NEUTRAL: dict[str, Neutral] = {
     "amp": disabled,
     "torch_autocast": disabled,
-    "communication_data_type": one_of(None, "fp32"),
     "seq_parallel_communication_data_type": one_of(None, "fp32"),
     "data_types": fp32_accumulation,
     "gradient_allreduce_op": one_of(None, "mean"),
@@ -205,14 +205,13 @@ OPTIMIZER_INERT: dict[str, str] = {
     name: "it picks an implementation; zplan has its own" for name in ("torch_adam", "fused", "foreach", "capturable")
 }
 
-OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd", "sgd", "onebitadam", "zerooneadam")
-"""Lower case; known to the field and not built yet."""
+OTHER_OPTIMIZERS = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
+"""Lower case; known to the field and not counted."""
 
 INSTEAD: dict[str, str] = {
     "activation_checkpointing": "drop the block and use `--checkpointing full`",
     "offload_optimizer": 'use {"device": "none"}',
     "offload_param": 'use {"device": "none"}',
-    "communication_data_type": "use fp32, which is how zplan reduces",
     "adam_w_mode": "leave it out: the decay is decoupled",
     "cpu_offload": "use false",
 }

@@ -29,7 +29,7 @@ from zplan.planner.sources import build_spec
 from zplan.planner.verdict import Decision
 
 _TOP = (
-    *("schema_version", "zplan_version", "asked", "chosen", "model", "hardware", "config", "settings"),
+    *("schema_version", "zplan_version", "asked", "estimate_only", "chosen", "model", "hardware", "config", "settings"),
     *("zplan", "ledger", "notes"),
 )
 
@@ -65,6 +65,10 @@ def parse_plan(document: Mapping[str, Any], source: str) -> Plan:
         zplan_version=want_str("zplan_version", where, made_by),
     )
     _check_ledger(plan, document["ledger"], where)
+    if _strings("estimate_only", where, document["estimate_only"]) != plan.estimate_only:
+        raise ZplanError(
+            f"`estimate_only` of {where} is not what this zplan can't run of it", f"plan again: {plan.command()}"
+        )
     return plan
 
 

@@ -60,8 +60,14 @@ def report(e: Estimate, *, colour: bool = False) -> str:
     verdict = "\n".join(textwrap.wrap(e.verdict.text, WIDTH))
     if colour:
         verdict = f"\033[{GREEN if e.fits else RED}m{verdict}\033[0m"
-    parts = [[verdict], _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e), _not_counted(e)]
+    head = [verdict, *estimate_only_rows(e.estimate_only)]
+    parts = [head, _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e), _not_counted(e)]
     return "\n\n".join("\n".join(p) for p in parts) + "\n"
+
+
+def estimate_only_rows(told: Sequence[str]) -> list[str]:
+    """What zplan's runtime can't do of an answer; nothing where it can do all."""
+    return textwrap.wrap(f"Estimate only, zplan can't run it: {'; '.join(told)}.", WIDTH) if told else []
 
 
 def _question(e: Estimate) -> list[str]:
@@ -236,6 +242,7 @@ def plan_report(plan: Plan, files: Sequence[str]) -> str:
         f"Stage {c.stage}, checkpointing {c.checkpointing}, {batch} of {c.seq} tokens",
         f"Peak {format_gib(plan.peak_bytes)} GiB{between} in phase {plan.ledger.peak_phase()}, {spare} GiB to spare "
         f"({plan.hardware.told()})",
+        *estimate_only_rows(plan.estimate_only),
         "",
         *decision_rows((*plan.decisions, *_setting_rows(plan))),
         "",

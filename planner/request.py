@@ -29,6 +29,8 @@ OPTION = {
     "attention": "--attention",
     "device": "--device",
     "offload": "--offload",
+    "optimizer": "--optimizer",
+    "reduce_dtype": "--reduce-dtype",
     "ring_slots": "`ring_slots`",
     "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
@@ -72,7 +74,7 @@ class Request:
 
 ARGUMENTS = (
     *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
-    *("offload_params", "optimizer", "config", "offline"),
+    *("offload_params", "config", "offline"),
     *OPTION,
 )
 """Names that `make_request` knows."""
@@ -87,9 +89,8 @@ def make_request(given: Mapping[str, Any]) -> Request:
         Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
         takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU), `host_mem` and `nvme`
         (per node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
-        optimizer lies, `offload_params` where the parameters do. What is not built, as a word of `offload` or
-        `optimizer`, is refused by name. `config` is a DeepSpeed config, a path or a mapping, and fixes what it names.
-        `offline` forbids the network. The rest fix a choice.
+        optimizer lies, `offload_params` where the parameters do. `config` is a DeepSpeed config, a path or a mapping,
+        and fixes what it names. `offline` forbids the network. The rest fix a choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
     for name in given:
@@ -168,12 +169,6 @@ def read_offload(given: Mapping[str, Any]) -> Offload:
 
 
 _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
-    "optimizer": (
-        "--optimizer",
-        ("adamw",),
-        ("sgd", "adagrad", "lamb", "lion", "muon", "adafactor", "adamw8bit"),
-        "use --optimizer adamw",
-    ),
     "precision": ("--precision", ("bf16", "fp16", "fp32"), ("fp8", "int8"), "use --precision bf16, fp16 or fp32"),
 }
 """Option -> its flag, what is built, what the field knows and is not built yet, and what to do."""
@@ -195,6 +190,7 @@ _WORDS = {
     "attention": get_args(Attention),
     "device": get_args(Device),
     "saving": get_args(Saving),
+    "reduce_dtype": ("fp32", "bf16"),
 }
 
 
@@ -206,6 +202,10 @@ def _check(name: str, value: Any) -> Any:
             near = did_you_mean(str(value), _WORDS[name])
             raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
         return value
+    if name == "optimizer":
+        from zplan.planner.optimizers import find_kind
+
+        return find_kind(str(value)).name
     if name == "stage":
         if value not in (0, 1, 2, 3) or isinstance(value, bool):
             raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")

@@ -32,6 +32,8 @@ from zplan.planner.tiers import OffDevice
 from zplan.planner.timeline import timeline
 
 STAGES = (0, 1, 2, 3)
+TRAINING = ("optimizer", "reduce_dtype")
+"""Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
 POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
 """Families that cannot run a longer sequence than they have positions for."""
 DEFAULT_SEQ = 2048
@@ -152,7 +154,7 @@ class Search:
 
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""
-        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload")
+        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload", *TRAINING)
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zplan.planner.activations import counted, prefers_eager
-from zplan.planner.config import REDUCE_ITEMSIZE
-from zplan.planner.search import DEFAULT_SEQ, STAGES, Row, Search
+from zplan.planner.config import Choice
+from zplan.planner.search import DEFAULT_SEQ, STAGES, TRAINING, Row, Search
 from zplan.planner.units import format_gib, format_percent, format_small
 
 Code = Literal["one-gpu", "replicate", "shard", "no-fit", "open"]
@@ -103,12 +103,27 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
         by = search.request.fixed_by.get(name)
         reason = f"asked by {by}" if by else reasons.get(name, _DEFAULTS.get(name, ""))
         if by and name == "piece_numel":
-            reason = f"{reason}; elements, {format_small(value * REDUCE_ITEMSIZE)} in fp32"
+            nbytes = format_small(value * row.choice.reduce_itemsize)
+            reason = f"{reason}; elements, {nbytes} in {row.choice.reduce_dtype}"
         out.append(Decision(name, value, by is None, reason))
-    for name, value in (("offload", row.choice.offload.told()), ("optimizer", row.choice.optimizer)):
+    for name, value in (("offload", row.choice.offload.told()),):
         asked = name in search.request.fixed or name in search.request.asked
         out.append(Decision(name, value, not asked, f"asked by --{name}" if asked else "the only one built yet"))
-    return tuple(out)
+    return (*out, *_training_decisions(search, row.choice))
+
+
+def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
+    """The optimizer, and whatever else was asked about how to train; limits of the runtime are named."""
+    from zplan.planner.runnable import limits
+
+    cannot = {limit.key: limit.why for limit in limits(choice)}
+    for name in TRAINING:
+        by = search.request.fixed_by.get(name)
+        if not by and name != "optimizer":
+            continue
+        why = cannot.get("--" + name.replace("_", "-"))
+        reason = f"asked by {by}" if by else "the default"
+        yield Decision(name, getattr(choice, name), not by, f"{reason}; estimate only: {why}" if why else reason)
 
 
 _DEFAULTS: dict[str, str] = {

@@ -139,8 +139,9 @@ def test_what_is_left_out_has_deepspeeds_meaning():
             "`activation_checkpointing`",
             "--checkpointing",
         ),
-        ({"communication_data_type": "bf16"}, "`communication_data_type`", "fp32"),
-        ({"optimizer": {"type": "Lion"}}, "optimizer `Lion` is not built yet", "AdamW"),
+        ({"communication_data_type": "fp16"}, "`communication_data_type`", ""),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer `OneBitAdam` is not built yet", "AdamW"),
+        ({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, "`momentum` of `params`", "betas"),
         ({"optimizer": {"type": "AdmW"}}, "unknown optimizer `AdmW`", "`adamw`"),
         ({"optimizer": {"params": {}}}, "has no `type`", "AdamW"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "clips nothing", "gradient_clipping"),
@@ -228,6 +229,7 @@ def test_auto_is_settled_and_told():
         "eps": 1e-8,
         "weight_decay": 0.1,
         "stage": 2,
+        "optimizer": "adamw",
     }
     assert sum('is "auto"' in n for n in notes) == 11
     assert any("`train_batch_size`" in n and "zplan chooses" in n for n in notes)
