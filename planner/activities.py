@@ -38,6 +38,8 @@ class Activity:
     every_rank: bool = True
     """False: one process does it alone, so a node holds it once."""
     note: str = ""
+    plain: bool = True
+    """Whether `zplan run` itself comes to it; otherwise only a script of the user's own does."""
 
     @property
     def device_bytes(self) -> int:
@@ -93,10 +95,12 @@ Kept = Sequence[tuple[Line, int]]
 """`(line, instances)` of what is alive between two steps."""
 
 
-def _activity(name: str, phases: Sequence[str], kept: Kept, own: Iterable[Line], note: str = "") -> Activity:
+def _activity(
+    name: str, phases: Sequence[str], kept: Kept, own: Iterable[Line], note: str, *, plain: bool = True
+) -> Activity:
     always = (0, len(phases) - 1)
     base = [replace(line, spans=(always,) * n) for line, n in kept]
-    return Activity(name, merge(phases, base, own), note=note)
+    return Activity(name, merge(phases, base, own), note=note, plain=plain)
 
 
 def _largest(placements: Sequence[Placement]) -> int:
@@ -159,7 +163,7 @@ def initialise(
         "built": "a script: the whole model in fp32 on every rank before `zplan.initialize`",
     }
     which = "fresh" if fresh else "built" if built else "weights"
-    return Activity(name, merge(phases, own), note=notes[which])
+    return Activity(name, merge(phases, own), note=notes[which], plain=which == "weights")
 
 
 def _born(placements: Sequence[Placement], choice: Choice, kept: Kept, end: int) -> Iterable[Line]:
@@ -228,7 +232,9 @@ def generate(arch: Architecture, choice: Choice, kept: Kept, peaks: Mapping[str,
         Line("gen.logits", logits, ((0, 1),), "activations", source="estimate", note="of one token, with what samples"),
     ]
     phases = ("generate.prefill", "generate.token")
-    return _activity("generate", phases, kept, own, f"a script: {c.micro_batch} x {c.seq} tokens with a cache")
+    return _activity(
+        "generate", phases, kept, own, f"a script: {c.micro_batch} x {c.seq} tokens with a cache", plain=False
+    )
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -285,7 +291,7 @@ def summon(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activ
     ringed = [p for p in placements if p.ringed]
     copies = by_class("summon", [(p, p.buffer_bytes(choice), (0, 0)) for p in ringed], "buffers")
     own = [*copies, *_checksum(placements)]
-    return _activity("summon", ("summon",), kept, own, "the whole model at once, on every rank")
+    return _activity("summon", ("summon",), kept, own, "a script: the whole model at once, on every rank", plain=False)
 
 
 def export(spec: ModelSpec, placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activity:
@@ -314,4 +320,4 @@ def export_checkpoint(placements: Sequence[Placement]) -> Activity:
         _range(placements),
     ]
     ledger = merge(("export.parameter",), own)
-    return Activity("checkpoint export", ledger, every_rank=False, note="one process, no GPU")
+    return Activity("checkpoint export", ledger, every_rank=False, note="one process, no GPU", plain=False)

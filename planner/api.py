@@ -8,17 +8,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zplan.planner.activations import counted
+from zplan.planner.activities import Activity, activities
 from zplan.planner.comm import Traffic, textbook_traffic, traffic
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware, hardware_from
 from zplan.planner.ledger import Line
-from zplan.planner.remedies import Remedy, remedies
+from zplan.planner.models import ModelSpec
+from zplan.planner.remedies import Remedy, larger, remedies
 from zplan.planner.request import Request, make_request
 from zplan.planner.search import STAGES, Row, Search
 from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import textbook_states
+from zplan.planner.tiers import TierUse, tier_uses
 from zplan.planner.units import format_percent
-from zplan.planner.verdict import Decision, Verdict, decisions, judge, judge_states
+from zplan.planner.verdict import Decision, Verdict, decisions, judge, judge_states, judge_tiers
 
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
@@ -26,9 +29,8 @@ if TYPE_CHECKING:
 NOT_COUNTED = (
     "fragmentation beyond the line `alloc.rounding`: the launcher sets expandable segments",
     "other processes and a display on the card",
-    "evaluation, generation and saving of checkpoints",
     "memory that a script of your own keeps: logits, extra losses, a second model",
-    "the host's memory: page cache, data loading, the process itself",
+    "of the host's memory: the page cache and data loading",
 )
 """What no row holds. Every table says so."""
 
@@ -58,6 +60,10 @@ class Estimate:
     """What would make it fit; empty when it does."""
     traffic: tuple[Traffic, ...]
     """By stage, for the choices of `rows`."""
+    activities: tuple[Activity, ...]
+    """What the picked choice holds beside its steps; zplan's own runtime only."""
+    tiers: tuple[TierUse, ...]
+    """Device, host, pinned and NVMe at their fullest, over the step and what `zplan run` does beside it."""
     notes: tuple[str, ...]
 
     @property
@@ -67,7 +73,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.row.fits and self.counted
+        """Whether the picked choice does, in every memory whose size is known."""
+        return self.row.fits and self.counted and not any(use.over_bytes for use in self.tiers)
 
     @property
     def estimate_only(self) -> tuple[str, ...]:
@@ -185,20 +192,32 @@ def answer(request: Request) -> Estimate:
     search = open_search(request, remainder=True)
     rows = search.rows()
     row, single = search.pick(rows), search.single()
+    others, uses = beside(search.model.spec, row, search.hardware)
+    verdict = judge(row, single) if counted(search.model.spec) else judge_states(row)
     return Estimate(
         request=request,
         model=search.model,
         hardware=search.hardware,
-        verdict=judge(row, single) if counted(search.model.spec) else judge_states(row),
+        verdict=judge_tiers(row, uses) or verdict,
         rows=rows,
         row=row,
         single=single,
         decisions=decisions(search, row, rows),
         longest_seq=search.longest_seq(row) if counted(search.model.spec) else 0,
-        remedies=() if row.fits else remedies(search, row),
+        remedies=remedies(search, row) if not row.fits else larger(row, uses, search.request.margin),
+        activities=others,
+        tiers=uses,
         traffic=tuple(traffic(search.model.spec, r.choice) for r in rows),
         notes=_notes(search),
     )
+
+
+def beside(spec: ModelSpec, row: Row, hardware: Hardware) -> tuple[tuple[Activity, ...], tuple[TierUse, ...]]:
+    """What zplan's runtime holds outside the step, and what every memory holds at its fullest."""
+    c = row.choice
+    others = activities(spec, c, row.ledger) if c.runtime == "zplan" else ()
+    plain = [a for a in others if a.plain]
+    return others, tier_uses(row.ledger, plain, hardware, c.world_size, row.margin_bytes)
 
 
 def _with_ring(request: Request, model: Model) -> Request:
@@ -305,6 +324,11 @@ def make_plan(request: Request) -> Plan:
             f"it would fit with {nearest[0].what} ({nearest[0].option})" if nearest else "no single change makes it fit"
         )
         raise DoesNotFit(judge(row, search.single()).text.rstrip("."), hint)
+    _, uses = beside(search.model.spec, row, search.hardware)
+    verdict = judge_tiers(row, uses)
+    if verdict is not None:
+        nearest = larger(row, uses, request.margin)
+        raise DoesNotFit(verdict.text.rstrip("."), f"it would fit with {nearest[0].what}" if nearest else None)
     notes = _notes(search)
     if search.model.assumed:
         missing, asked = search.model.missing_params, search.model.num_params

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zplan.planner.batch import divisors
 from zplan.planner.config import Choice
 from zplan.planner.interval import Margin
 from zplan.planner.search import Row, Search
-from zplan.planner.units import format_gib
+from zplan.planner.tiers import Memory, TierUse
+from zplan.planner.units import GIB, format_gib
 
 MOST_GPUS = 4096
 
@@ -36,8 +37,38 @@ def remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
         row = search.row(lean)
         both = (Remedy(words, option, row.peak_bytes, row.spare_bytes),) if row.fits else ()
         found = (*both, *_changes(search, lean, f"{option} "))
-    card = _larger_card(row, search.request.margin)
-    return (*found, card) if card else found
+    if row.spare_bytes >= 0:
+        return (*found, *_larger_node(row))
+    card = _larger_card(row.peak_bytes, row.high_bytes, row, search.request.margin)
+    return (*found, card) if card and row.off_device.fits else found
+
+
+def larger(row: Row, uses: Sequence[TierUse], margin: Margin) -> tuple[Remedy, ...]:
+    """Hardware that holds a row whose steps fit, where something that is done beside them does not."""
+    found: list[Remedy | None] = []
+    for use in uses:
+        if not use.over_bytes:
+            continue
+        if use.tier == "device":
+            found.append(_larger_card(use.nbytes, use.high_bytes, row, margin))
+        else:
+            found.append(_node(use.tier, use.per_node_bytes, row))
+    return tuple(r for r in found if r is not None)
+
+
+def _larger_node(row: Row) -> Iterator[Remedy]:
+    """Nodes with as much host memory and disk as a row takes."""
+    off = row.off_device
+    if off.host_over:
+        yield _node("host", off.host_bytes * off.ranks, row)
+    if off.nvme_over:
+        yield _node("nvme", off.nvme_bytes * off.ranks, row)
+
+
+def _node(memory: Memory, nbytes: int, row: Row) -> Remedy:
+    size = -(-nbytes // GIB)
+    name, option = ("NVMe", "--nvme") if memory == "nvme" else ("host memory", "--host-mem")
+    return Remedy(f"{size} GiB of {name} a node", f"{option} {size}", row.peak_bytes, row.spare_bytes)
 
 
 def _changes(search: Search, choice: Choice, prefix: str) -> Iterator[Remedy]:
@@ -51,6 +82,8 @@ def _candidates(search: Search, c: Choice) -> Iterator[tuple[str, str, Choice]]:
     """`(in words, option, choice)` of each change, the cheapest in time first."""
     if c.stage < 3 and c.world_size > 1:
         yield "stage 3", "--stage 3", replace(c, stage=3)
+    if c.saving == "background" and not search.row(c).off_device.fits:
+        yield "checkpoints in the foreground", "--saving foreground", replace(c, saving="foreground")
     if c.checkpointing == "none":
         yield "full checkpointing", "--checkpointing full", replace(c, checkpointing="full")
     smaller = _smaller_batch(search, c)
@@ -89,16 +122,16 @@ def _more_gpus(search: Search, c: Choice) -> Choice | None:
     return None
 
 
-def _larger_card(row: Row, margin: Margin) -> Remedy | None:
-    """The smallest NVIDIA card of the table that holds the row as it is."""
+def _larger_card(peak_bytes: int, high_bytes: int, row: Row, margin: Margin) -> Remedy | None:
+    """The smallest NVIDIA card of the table that holds so much, at most `high_bytes`."""
     from zplan.planner.hardware import read_gpus
 
     def spare(mem_bytes: int) -> int:
-        return mem_bytes - margin.of(mem_bytes) - row.high_bytes
+        return mem_bytes - margin.of(mem_bytes) - high_bytes
 
     large = [g for g in read_gpus() if g.mem_reported and g.vendor == "NVIDIA" and spare(g.mem_bytes) >= 0]
     if not large or row.choice.device == "cpu":
         return None
     card = min(large, key=lambda g: g.mem_bytes)
     what = f"a card of {format_gib(card.mem_bytes)} GiB, such as {card.name}"
-    return Remedy(what, f'--gpu "{card.name}"', row.peak_bytes, spare(card.mem_bytes))
+    return Remedy(what, f'--gpu "{card.name}"', peak_bytes, spare(card.mem_bytes))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.config import Choice
 from zplan.planner.search import DEFAULT_SEQ, STAGES, TRAINING, Row, Search
+from zplan.planner.tiers import TierUse
 from zplan.planner.units import format_gib, format_percent, format_small
 
 Code = Literal["one-gpu", "replicate", "shard", "no-fit", "open"]
@@ -67,9 +68,53 @@ def short_by(row: Row) -> str:
     return f"{gib(-row.spare_bytes)} over in phase `{row.peak_phase}`, where the most is {largest_line(row)}"
 
 
+def over_by(row: Row) -> str:
+    """What a row that does not fit lacks: of the card, or of a node's host memory or disk."""
+    off = row.off_device
+    if row.spare_bytes < 0:
+        return f"{gib(-row.spare_bytes)} over"
+    if off.host_over:
+        return f"{gib(off.host_over * off.ranks)} of host memory over"
+    return f"{gib(off.nvme_over * off.ranks)} of NVMe over"
+
+
+def _beside_the_card(row: Row) -> str:
+    """Why a row does not fit that does on the card: one sentence with the numbers of a node."""
+    off = row.off_device
+    host = off.host_over > 0
+    need, over, what = (
+        (off.host_bytes, off.host_over, "host memory") if host else (off.nvme_bytes, off.nvme_over, "NVMe")
+    )
+    lines = [x for x in row.ledger.lines if x.tier in (("host", "pinned") if host else ("nvme",))]
+    most = max(lines, key=lambda x: x.total_bytes)
+    ranks = "one rank takes" if off.ranks == 1 else f"the {off.ranks} ranks of a node take"
+    return (
+        f"Does not fit: {name_of(row)} fits on the card, but {ranks} {gib(need * off.ranks)} of {what}, "
+        f"{gib(over * off.ranks)} more than there is; the most is `{most.id}`, {gib(most.total_bytes)} a rank."
+    )
+
+
+def judge_tiers(row: Row, uses: Sequence[TierUse]) -> Verdict | None:
+    """The verdict where the step fits and what `zplan run` does beside it does not; None where all fits."""
+    over = next((use for use in uses if use.over_bytes), None)
+    if over is None or not row.fits:
+        return None
+    assert over.limit_bytes is not None
+    device = over.tier == "device"
+    what = "" if device else " of host memory a node" if "host" in over.tier else " of NVMe a node"
+    need = gib(over.high_bytes if device else over.per_node_bytes)
+    return Verdict(
+        "no-fit",
+        f"Does not fit: the steps of {name_of(row)} do, but `{over.where}` needs {need}{what}, "
+        f"{gib(over.over_bytes)} more than there is.",
+    )
+
+
 def judge(row: Row, single: Row) -> Verdict:
     """The verdict: one GPU is enough, memory-bound so shard, or does not fit."""
     card, n = card_of(row), row.choice.world_size
+    if not row.fits and row.spare_bytes >= 0:
+        return Verdict("no-fit", _beside_the_card(row))
     if not row.fits:
         return Verdict("no-fit", f"Does not fit: {name_of(row)} needs {need(row)} of {card}, {short_by(row)}.")
     spare = f"at least {gib(row.spare_bytes)} to spare"
@@ -148,8 +193,7 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
     elif lower is None:
         yield "stage", "it fits without sharding, which moves least"
     else:
-        over = gib(-lower.spare_bytes)
-        yield "stage", f"the lowest that fits, so it moves least; stage {lower.choice.stage} is {over} over"
+        yield "stage", f"the lowest that fits, so it moves least; stage {lower.choice.stage} is {over_by(lower)}"
     yield "checkpointing", _checkpointing_reason(search, row)
     train = search.request.get("global_batch")
     if train is None:
@@ -177,7 +221,7 @@ def _checkpointing_reason(search: Search, row: Row) -> str:
             f"it fits without, and {format_percent(max(row.spare_bytes, 0), row.capacity_bytes)} of the card stay free"
         )
     without = search.row(replace(row.choice, checkpointing="none"))
-    if not without.fits:
+    if without.spare_bytes < 0:
         return f"without it {need(without)} are needed, {gib(-without.spare_bytes)} more than the card has"
     share = format_percent(without.spare_bytes, without.capacity_bytes)
     return f"without it only {share} of the card stay free; a tenth is kept"
