@@ -181,9 +181,12 @@ def _born(placements: Sequence[Placement], choice: Choice, kept: Kept, end: int)
             yield replace(line, spans=tuple(closing))
             continue
         units = next((v for k, v in members.items() if line.id.endswith(f".{k}")), [])
-        # Persistent gradients come after all units.
-        by_unit = len(units) == n and not line.id.startswith("grads.")
-        yield replace(line, spans=tuple((first, end) for first in units) if by_unit else ((end, end),) * n)
+        if not units or line.id.startswith("grads."):
+            yield replace(line, spans=((end, end),) * n)  # persistent gradients come after all units
+        elif len(units) == n:
+            yield replace(line, spans=tuple((first, end) for first in units))
+        else:
+            yield replace(line, spans=((0, end),) * n)  # of some units only: from the start, at most
 
 
 # --- forward only --------------------------------------------------------------------------------------------------

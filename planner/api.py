@@ -14,14 +14,14 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware, hardware_from
 from zplan.planner.ledger import Line
 from zplan.planner.models import ModelSpec
-from zplan.planner.remedies import Remedy, larger, remedies
+from zplan.planner.remedies import Remedy, larger, leanest, remedies
 from zplan.planner.request import Request, make_request
 from zplan.planner.search import STAGES, Row, Search
 from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import textbook_states
 from zplan.planner.tiers import TierUse, tier_uses
 from zplan.planner.units import format_percent
-from zplan.planner.verdict import Decision, Verdict, decisions, judge, judge_states, judge_tiers
+from zplan.planner.verdict import Decision, Verdict, beyond_offload, decisions, judge, judge_states, judge_tiers
 
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
@@ -135,6 +135,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     stage: int | None = None,
     offload: str | None = None,
     offload_params: str | None = None,
+    offload_ratio: float | None = None,
     optimizer: str | None = None,
     accumulation: int | None = None,
     micro_batch: int | None = None,
@@ -169,6 +170,8 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Fix a choice; what is left out is chosen and marked so.
     offload, offload_params
         Where the optimizer and the parameters lie between their uses: `none`, `cpu` or `nvme`.
+    offload_ratio
+        Share of the elements that is offloaded, the first units of the schedule.
     optimizer
         A name of `planner/optimizers.py`: what zplan does not step with is answered as `estimate only`.
     reduce_dtype
@@ -193,7 +196,7 @@ def answer(request: Request) -> Estimate:
     rows = search.rows()
     row, single = search.pick(rows), search.single()
     others, uses = beside(search.model.spec, row, search.hardware)
-    verdict = judge(row, single) if counted(search.model.spec) else judge_states(row)
+    verdict = _judge(search, row, single)
     return Estimate(
         request=request,
         model=search.model,
@@ -210,6 +213,18 @@ def answer(request: Request) -> Estimate:
         traffic=tuple(traffic(search.model.spec, r.choice) for r in rows),
         notes=_notes(search),
     )
+
+
+def _judge(search: Search, row: Row, single: Row) -> Verdict:
+    """The verdict of the step; what nothing can help is told at once."""
+    if not counted(search.model.spec):
+        return judge_states(row)
+    verdict = judge(row, single)
+    if row.spare_bytes >= 0:
+        return verdict
+    lean = leanest(search, row)
+    seq = search.longest_seq(lean) if lean is not None and lean.spare_bytes < 0 else 0
+    return replace(verdict, text=verdict.text + beyond_offload(row, lean, seq))
 
 
 def beside(spec: ModelSpec, row: Row, hardware: Hardware) -> tuple[tuple[Activity, ...], tuple[TierUse, ...]]:
@@ -272,6 +287,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     stage: int | None = None,
     offload: str | None = None,
     offload_params: str | None = None,
+    offload_ratio: float | None = None,
     optimizer: str | None = None,
     accumulation: int | None = None,
     micro_batch: int | None = None,
@@ -319,16 +335,16 @@ def make_plan(request: Request) -> Plan:
     rows = search.rows()
     row = search.pick(rows)
     if not row.fits:
-        nearest = remedies(search, row)
+        nearest = [r for r in remedies(search, row) if not r.estimate_only]
         hint = (
             f"it would fit with {nearest[0].what} ({nearest[0].option})" if nearest else "no single change makes it fit"
         )
-        raise DoesNotFit(judge(row, search.single()).text.rstrip("."), hint)
+        raise DoesNotFit(_judge(search, row, search.single()).text.rstrip("."), hint)
     _, uses = beside(search.model.spec, row, search.hardware)
     verdict = judge_tiers(row, uses)
     if verdict is not None:
-        nearest = larger(row, uses, request.margin)
-        raise DoesNotFit(verdict.text.rstrip("."), f"it would fit with {nearest[0].what}" if nearest else None)
+        hardware = larger(row, uses, request.margin)
+        raise DoesNotFit(verdict.text.rstrip("."), f"it would fit with {hardware[0].what}" if hardware else None)
     notes = _notes(search)
     if search.model.assumed:
         missing, asked = search.model.missing_params, search.model.num_params

@@ -41,7 +41,7 @@ _PLAIN = Choice(0, 1)
 
 def foldable(choice: Choice) -> bool:
     """Whether the lines of a choice are affine in the blocks, and split into parts."""
-    return choice.runtime == "zplan" and choice.offload == _PLAIN.offload and choice.checkpoint_every == 1
+    return choice.runtime == "zplan" and choice.offload.ratio == 1 and choice.checkpoint_every == 1
 
 
 @dataclass
@@ -79,6 +79,7 @@ class Folding:
         shard = replace(choice, micro_batch=1, seq=1, checkpointing="none", attention="sdpa")
         shard = replace(shard, accumulation=min(2, choice.accumulation), checkpoint_offload=False)
         batch = replace(choice, stage=0, world_size=1, accumulation=1, ring_slots=2, piece_numel=1, saving="foreground")
+        batch = replace(batch, offload=_PLAIN.offload)
         if shard not in self.memo:
             self.memo[shard] = self._sum(lambda spec, time: shard_lines(spec, shard, time))
         if batch not in self.memo:

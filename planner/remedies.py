@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from zplan.planner.batch import divisors
-from zplan.planner.config import Choice
+from zplan.planner.config import Choice, Offload, Place
 from zplan.planner.interval import Margin
 from zplan.planner.search import Row, Search
 from zplan.planner.tiers import Memory, TierUse
@@ -24,6 +25,8 @@ class Remedy:
     """What to add to the command, or to change in it."""
     peak_bytes: int
     spare_bytes: int
+    estimate_only: bool = False
+    """Counted, but nothing that zplan's runtime can run."""
 
 
 def remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
@@ -38,9 +41,43 @@ def remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
         both = (Remedy(words, option, row.peak_bytes, row.spare_bytes),) if row.fits else ()
         found = (*both, *_changes(search, lean, f"{option} "))
     if row.spare_bytes >= 0:
-        return (*found, *_larger_node(row))
+        return (*found, *_larger_node(row), *_offloads(search, c, lean))
     card = _larger_card(row.peak_bytes, row.high_bytes, row, search.request.margin)
-    return (*found, card) if card and row.off_device.fits else found
+    cards = (card,) if card and row.off_device.fits else ()
+    return (*found, *cards, *_offloads(search, c, lean))
+
+
+def _offloads(search: Search, c: Choice, lean: Choice) -> Iterator[Remedy]:
+    """The first offload that makes it fit, as it is or in its leanest form; never one that zplan could run."""
+    if c.runtime != "zplan" or c.offload.optimizer != "none" or c.device == "cpu":
+        return
+    fixed = search.request.get("stage")
+    places: tuple[Place, ...] = ("cpu", "nvme")
+    for place, params in product(places, (False, True)):
+        if params and fixed not in (None, 3):
+            continue
+        offload = Offload(place, place if params else "none")
+        for base in (c, lean) if lean != c else (c,):
+            row = search.row(replace(base, stage=3 if params else base.stage, offload=offload))
+            if row.fits:
+                where = {"cpu": "host memory", "nvme": "NVMe"}[place]
+                what = f"optimizer{' and parameters' if params else ''} in {where}"
+                option = f"--offload {place}{f' --offload-params {place}' if params else ''}"
+                option += " --checkpointing full" if base.checkpointing != c.checkpointing else ""
+                option += f" --stage {base.stage}" if base.stage != c.stage and not params else ""
+                yield Remedy(what, option, row.peak_bytes, row.spare_bytes, estimate_only=True)
+                return
+
+
+def leanest(search: Search, row: Row) -> Row | None:
+    """The least that a rank can hold of a row's model and sequence: stage 3, all offloaded, one sequence a micro-step.
+
+    None where the row is no choice of zplan's runtime on GPUs.
+    """
+    c = row.choice
+    if c.runtime != "zplan" or c.device == "cpu":
+        return None
+    return search.row(replace(c, stage=3, micro_batch=1, checkpointing="full", offload=Offload("cpu", "cpu")))
 
 
 def larger(row: Row, uses: Sequence[TierUse], margin: Margin) -> tuple[Remedy, ...]:

@@ -175,7 +175,9 @@ def _choice(e: Estimate) -> list[str]:
     for i, r in enumerate(e.remedies):
         lead = ("Would fit with" if e.counted else "Would leave room for activations with") if i == 0 else f"{'or':>14}"
         out.append(f"  {lead} {r.what}: {format_gib(r.spare_bytes)} GiB to spare ({r.option})")
-    if not e.row.fits and not e.remedies:
+        if r.estimate_only:
+            out[-1] += ", estimate only: zplan can't run it"
+    if not e.row.fits and not any(not r.estimate_only for r in e.remedies):
         out.append("  No change that zplan can run makes it fit.")
     return out
 

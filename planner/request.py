@@ -74,7 +74,7 @@ class Request:
 
 ARGUMENTS = (
     *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
-    *("offload_params", "config", "offline"),
+    *("offload_params", "offload_ratio", "config", "offline"),
     *OPTION,
 )
 """Names that `make_request` knows."""
@@ -89,8 +89,9 @@ def make_request(given: Mapping[str, Any]) -> Request:
         Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
         takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU), `host_mem` and `nvme`
         (per node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
-        optimizer lies, `offload_params` where the parameters do. `config` is a DeepSpeed config, a path or a mapping,
-        and fixes what it names. `offline` forbids the network. The rest fix a choice.
+        optimizer lies, `offload_params` where the parameters do, `offload_ratio` for which share of the elements.
+        `config` is a DeepSpeed config, a path or a mapping, and fixes what it names. `offline` forbids the network. The
+        rest fix a choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
     for name in given:
@@ -99,9 +100,11 @@ def make_request(given: Mapping[str, Any]) -> Request:
     given = {name: _of_type(name, value) for name, value in given.items()}
     _refuse_unbuilt(given)
     fixed = {name: _check(name, given[name]) for name in OPTION if name in given and name != "offload"}
-    if "offload" in given or "offload_params" in given:
+    if {"offload", "offload_params", "offload_ratio"} & set(given):
         fixed["offload"] = read_offload(given)
     fixed_by = {name: OPTION[name] for name in fixed}
+    if "offload" in fixed and fixed["offload"].params != "none" and "stage" not in fixed:
+        fixed["stage"], fixed_by["stage"] = 3, "--offload-params"
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
     return Request(
         model=given.get("model"),
@@ -149,23 +152,36 @@ def _plain(value: Any) -> Any:
 
 
 def read_offload(given: Mapping[str, Any]) -> Offload:
-    """What `offload` and `offload_params` say together."""
+    """What `offload`, `offload_params` and `offload_ratio` say together."""
     places = get_args(Place)
     for name in ("offload", "offload_params"):
         value, flag = given.get(name, "none"), "--" + name.replace("_", "-")
         if value not in places:
             hint = f"use {flag} {', '.join(places[:-1])} or {places[-1]}"
             raise ZplanError(f"`{flag} {value}` is unknown", did_you_mean(str(value), places) or hint)
-    offload = Offload(given.get("offload", "none"), given.get("offload_params", "none"))
+    offload = Offload(given.get("offload", "none"), given.get("offload_params", "none"), _ratio(given))
     if offload.params != "none" and offload.optimizer == "none":
         raise ZplanError(
             f"`--offload-params {offload.params}` leaves the larger optimizer on the GPU",
             f"add --offload {offload.params}",
         )
-    if offload != Offload():
-        word = f"--offload {offload.optimizer}"
-        raise ZplanError(f"`{word}` is not built yet", "use --offload none, and more GPUs")
+    if offload.ratio != 1 and offload.optimizer == "none":
+        raise ZplanError(f"`--offload-ratio {offload.ratio:g}` offloads nothing", "add --offload cpu")
+    if offload.params != "none" and given.get("stage", 3) != 3:
+        raise ZplanError(
+            f"`--offload-params {offload.params}` needs parameters in shards, which stage {given['stage']} keeps whole",
+            "use --stage 3, or drop --offload-params",
+        )
     return offload
+
+
+def _ratio(given: Mapping[str, Any]) -> float:
+    """The share of elements that is offloaded, above 0 and up to 1."""
+    value = given.get("offload_ratio", 1.0)
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else -1
+    if not 0 < number <= 1:
+        raise ZplanError(f"`--offload-ratio {value}` is no share of the elements", "use a number above 0 and up to 1")
+    return float(number)
 
 
 _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {

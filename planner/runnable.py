@@ -49,6 +49,9 @@ def _limits(c: Choice) -> Iterator[Limit]:
     if not kind_of(c.optimizer).runnable:
         can = ", ".join(name for name, kind in KINDS.items() if kind.runnable)
         yield Limit("--optimizer", c.optimizer, f"zplan's step is {can}", f"use --optimizer {can}")
+    if c.offload.optimizer != "none":
+        why = "zplan's runtime keeps all states on the GPU"
+        yield Limit("--offload", c.offload.told(), why, "use --offload none, and more GPUs or --checkpointing full")
     if c.reduce_dtype != "fp32":
         why = "zplan reduces and accumulates gradients in fp32"
         yield Limit("--reduce-dtype", c.reduce_dtype, why, "use --reduce-dtype fp32")

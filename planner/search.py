@@ -158,6 +158,9 @@ class Search:
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
+        if "offload" in fixed and stage < 3:
+            # Below stage 3 parameters are whole on every rank, so there is nothing to fetch.
+            fixed["offload"] = replace(fixed["offload"], params="none")
         return Choice(
             stage=stage,
             world_size=batch.world_size,
@@ -247,7 +250,9 @@ class Search:
         """The best row of one GPU alone, with the same global batch."""
         world_size = self.hardware.world_size
         times = world_size if self.request.get("global_batch") else 1
-        return self.best(0, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
+        offload = self.request.get("offload")
+        stage = 3 if offload is not None and offload.params != "none" else 0
+        return self.best(stage, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
 
     def longest_seq(self, row: Row) -> int:
         """Longest sequence at which a row still fits: the model's limit, else a multiple of 128; 0 for none.

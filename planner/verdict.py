@@ -130,6 +130,28 @@ def judge(row: Row, single: Row) -> Verdict:
     return Verdict("shard", f"Memory-bound, shard: {alone}. Stage {row.choice.stage} over {n} GPUs fits with {spare}.")
 
 
+def beyond_offload(row: Row, lean: Row | None, longest_seq: int) -> str:
+    """A sentence for a model of which one unit alone is too much for the card, even with all else elsewhere.
+
+    Parameters
+    ----------
+    lean
+        What `remedies.leanest` found for the row.
+    longest_seq
+        At which that row fits; 0 for none.
+    """
+    if lean is None or lean.spare_bytes >= 0:
+        return ""
+    way_out = f"Use {f'--seq {longest_seq}, ' if longest_seq else ''}a larger card, or a runtime that splits a layer"
+    way_out += " over GPUs (tensor parallelism)."
+    if lean.choice == row.choice:
+        return f" Everything that can be is offloaded already. {way_out}"
+    return (
+        " Nor would it with every state offloaded and one sequence at a time: that takes "
+        f"{need(lean)} in phase `{lean.peak_phase}`, where the most is {largest_line(lean)}. {way_out}"
+    )
+
+
 def judge_states(row: Row) -> Verdict:
     """The verdict where activations are not counted: either the states alone are too much, or it is open."""
     if not row.fits:
@@ -151,9 +173,6 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
             nbytes = format_small(value * row.choice.reduce_itemsize)
             reason = f"{reason}; elements, {nbytes} in {row.choice.reduce_dtype}"
         out.append(Decision(name, value, by is None, reason))
-    for name, value in (("offload", row.choice.offload.told()),):
-        asked = name in search.request.fixed or name in search.request.asked
-        out.append(Decision(name, value, not asked, f"asked by --{name}" if asked else "the only one built yet"))
     return (*out, *_training_decisions(search, row.choice))
 
 
@@ -162,13 +181,16 @@ def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
     from zplan.planner.runnable import limits
 
     cannot = {limit.key: limit.why for limit in limits(choice)}
-    for name in TRAINING:
+    for name in ("offload", *TRAINING):
         by = search.request.fixed_by.get(name)
-        if not by and name != "optimizer":
+        if not by and name not in ("offload", "optimizer"):
             continue
         why = cannot.get("--" + name.replace("_", "-"))
-        reason = f"asked by {by}" if by else "the default"
-        yield Decision(name, getattr(choice, name), not by, f"{reason}; estimate only: {why}" if why else reason)
+        reason = (
+            f"asked by {by}" if by else "the default" if name != "offload" else "zplan's runtime keeps all on the GPU"
+        )
+        value = choice.offload.told() if name == "offload" else getattr(choice, name)
+        yield Decision(name, value, not by, f"{reason}; estimate only: {why}" if why else reason)
 
 
 _DEFAULTS: dict[str, str] = {

@@ -90,7 +90,10 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_way_out():
 @pytest.mark.parametrize(
     ("asked", "message", "hint"),
     [
-        ({"offload": "cpu"}, "`--offload cpu` is not built yet", "--offload none"),
+        ({"offload_ratio": 0.5}, "`--offload-ratio 0.5` offloads nothing", "add --offload cpu"),
+        ({"offload": "cpu", "offload_ratio": 0}, "`--offload-ratio 0` is no share", "above 0 and up to 1"),
+        ({"offload": "cpu", "offload_ratio": True}, "`--offload-ratio True` is no share", "above 0 and up to 1"),
+        ({"offload": "cpu", "offload_params": "cpu", "stage": 2}, "`--offload-params cpu` needs", "--stage 3"),
         ({"offload": "disk"}, "`--offload disk` is unknown", "--offload none"),
         ({"offload": "cpux"}, "`--offload cpux` is unknown", "cpu"),
         ({"offload_params": "disk"}, "`--offload-params disk` is unknown", "--offload-params none"),

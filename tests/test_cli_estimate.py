@@ -148,8 +148,8 @@ ERRORS = [
         "error: `--mem nan` is not a size that zplan can read\n\nhint: write it as 24 (GiB), 24GB or 512MiB\n",
     ),
     (
-        [*HEADLINE, "--offload", "cpu"],
-        "error: `--offload cpu` is not built yet\n\nhint: use --offload none, and more GPUs\n",
+        [*HEADLINE, "--offload-params", "cpu"],
+        "error: `--offload-params cpu` leaves the larger optimizer on the GPU\n\nhint: add --offload cpu\n",
     ),
     (
         [*HEADLINE, "--gpus", "x"],
@@ -211,8 +211,8 @@ def test_no_command_shows_help(run):
 
 QUESTION = (
     "--model --params --gpus --nodes --mem --gpu --host-mem --nvme --margin --stage --offload --offload-params "
-    "--optimizer --accumulation --micro-batch --global-batch --seq --precision --checkpointing --reduce-dtype "
-    "--attention --device --saving --config --offline "
+    "--offload-ratio --optimizer --accumulation --micro-batch --global-batch --seq --precision --checkpointing "
+    "--reduce-dtype --attention --device --saving --config --offline "
 )
 FLAGS = {
     "estimate": QUESTION + "--json --check",
