@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zplan.planner.config import ITEMSIZE, Choice
+from zplan.planner.config import Choice
 from zplan.planner.models import ModelSpec
 from zplan.planner.placement import Placement, place, shards_states
 
@@ -55,7 +55,7 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     beside = _beside(spec, choice, placements, sum(times[name] * numel[name] for name in times))
     if n == 1:
         return replace(beside, gather_bytes=0, reduce_bytes=0)
-    itemsize = ITEMSIZE[choice.reduce_dtype]
+    itemsize = choice.reduce_itemsize
     sent = sum(p.layout.padded_numel for p in placements) // n * (n - 1)
     if not shards_states(choice):
         return replace(beside, reduce_bytes=2 * sent * itemsize)

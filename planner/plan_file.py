@@ -56,6 +56,13 @@ class Plan:
         return self.ledger.peak_bytes()
 
     @property
+    def estimate_only(self) -> tuple[str, ...]:
+        """What `zplan run` refuses of it, and why; empty for a plan that it runs."""
+        from zplan.planner.runnable import limits
+
+        return tuple(limit.told() for limit in limits(self.choice, self.spec))
+
+    @property
     def lines(self) -> tuple[Line, ...]:
         return self.ledger.lines
 
@@ -95,6 +102,7 @@ def _document(plan: Plan) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "zplan_version": plan.zplan_version,
         "asked": dict(plan.asked),
+        "estimate_only": list(plan.estimate_only),
         "chosen": [asdict(d) for d in plan.decisions],
         "model": {
             "name": plan.spec.name,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Line
+from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import Placement
-from zplan.planner.states import FP32
 from zplan.planner.timeline import Timeline
 
 COPIED = 3
@@ -33,4 +33,7 @@ def saving_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     if choice.saving == "foreground":
         return []
     note = "copy that a checkpoint is written from"
-    return [Line("save.snapshot", snapshot_numel(placements) * FP32, (time.always,), "buffers", "pinned", note=note)]
+    kind = kind_of(choice.optimizer)
+    rate = kind.nominal + (4 if kind.master else choice.itemsize)
+    nbytes = snapshot_numel(placements) // COPIED * rate
+    return [Line("save.snapshot", nbytes, (time.always,), "buffers", "pinned", note=note)]

@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from operator import add
+from typing import TYPE_CHECKING, get_args
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.comm import Traffic, traffic
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
-from zplan.planner.folding import Folding, fold, foldable
+from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable
 from zplan.planner.halving import Lazy, largest_multiple
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line
@@ -31,6 +32,7 @@ from zplan.planner.predict import predict
 from zplan.planner.request import Request
 from zplan.planner.sources import Model
 from zplan.planner.textbook import runtime_rate
+from zplan.planner.tiers import OffDevice
 from zplan.planner.timeline import timeline
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from zplan.planner.step_time import StepTime
 
 STAGES = (0, 1, 2, 3)
+TRAINING = ("optimizer", "reduce_dtype")
+"""Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
 POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
 """Families that cannot run a longer sequence than they have positions for."""
 DEFAULT_SEQ = 2048
@@ -61,6 +65,8 @@ class Row:
     """Between which bytes the peak lies; see [Note: intervals] in interval.py."""
     margin_bytes: int
     """What was asked to stay free beyond that."""
+    off_device: OffDevice
+    """What it takes of the host and of NVMe."""
     kinds: Mapping[Kind, int]
     """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
     write_out: Callable[[], Ledger] = field(repr=False, compare=False)
@@ -77,7 +83,7 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        return self.spare_bytes >= 0
+        return self.spare_bytes >= 0 and self.off_device.fits
 
     @property
     def roomy(self) -> bool:
@@ -158,10 +164,13 @@ class Search:
 
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""
-        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload")
+        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload", *TRAINING)
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
+        if "offload" in fixed and stage < 3:
+            # Below stage 3 parameters are whole on every rank, so there is nothing to fetch.
+            fixed["offload"] = replace(fixed["offload"], params="none")
         return Choice(
             stage=stage,
             world_size=batch.world_size,
@@ -185,15 +194,32 @@ class Search:
         def write_out() -> Ledger:
             return predict(self.model.spec, choice, overheads=further(self.phases))
 
-        card = self.hardware.mem_bytes
-        margin = self.request.margin.of(card)
         if foldable(choice):
-            peak = self.folding(choice).peak(choice, further)
-            return Row(choice, card, peak.nbytes, peak.phase, peak.low, peak.high, margin, peak.kinds, write_out)
+            folding = self.folding(choice)
+            vectors, phases = folding.vectors(choice, further), folding.phases
+            return self._row(choice, vectors, phases, write_out)
         ledger = write_out()
-        kinds, (low, high) = ledger.kind_at_peak(), ledger.interval()
-        nbytes = sum(kinds.values())
-        return Row(choice, card, nbytes, ledger.peak_phase(), low, high, margin, kinds, lambda: ledger)
+        return self._row(choice, by_part(ledger.lines, ledger.phases), ledger.phases, lambda: ledger)
+
+    def _row(self, choice: Choice, vectors: Vectors, phases: Sequence[str], write_out: Callable[[], Ledger]) -> Row:
+        """A choice by the live bytes of its parts in each phase."""
+        device: dict[Kind, list[int]] = {kind: vectors[kind] for kind in get_args(Kind) if kind in vectors}
+        per_phase = [sum(column) for column in zip(*device.values(), strict=True)]
+        at = per_phase.index(max(per_phase))
+        low, high = (max(map(add, per_phase, vectors.get(end, [0] * len(phases)))) for end in ENDS)
+        card = self.hardware.mem_bytes
+        return Row(
+            choice,
+            card,
+            per_phase[at],
+            phases[at],
+            low_bytes=low,
+            high_bytes=high,
+            margin_bytes=self.request.margin.of(card),
+            off_device=OffDevice.of(vectors, self.hardware, choice.world_size),
+            kinds={kind: values[at] for kind, values in device.items()},
+            write_out=write_out,
+        )
 
     def _remainder(self, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
         missing = self.model.missing_params
@@ -277,7 +303,9 @@ class Search:
         """The best row of one GPU alone, with the same global batch."""
         world_size = self.hardware.world_size
         times = world_size if self.request.get("global_batch") else 1
-        return self.best(0, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
+        offload = self.request.get("offload")
+        stage = 3 if offload is not None and offload.params != "none" else 0
+        return self.best(stage, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
 
     def longest_seq(self, row: Row) -> int:
         """Longest sequence at which a row still fits: the model's limit, else a multiple of 128; 0 for none.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zplan.planner.comm import ring_gathers
-from zplan.planner.config import ITEMSIZE, Choice
+from zplan.planner.config import Choice
 from zplan.planner.hardware import Hardware
 from zplan.planner.models import Architecture, ModelSpec
 from zplan.planner.offload_work import OffloadWork, offload_work
@@ -258,8 +258,7 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     once = 1 if c.stage else 2  # An all-reduce is a reduce-scatter and a gather.
     pieces = [max(1, -(-int(numel) // max(c.piece_numel, 64 * n))) for numel in parts]
     reduce = [
-        once * link.seconds(numel * ITEMSIZE[c.reduce_dtype], calls=calls)
-        for numel, calls in zip(parts, pieces, strict=True)
+        once * link.seconds(numel * c.reduce_itemsize, calls=calls) for numel, calls in zip(parts, pieces, strict=True)
     ]
     kept = c.ring_slots if sizes.ringed else layers
     first = _forward(p, layers, gather if c.stage else (0.0, 0.0, 0.0))
