@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, get_args
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.comm import Traffic, traffic
-from zplan.planner.config import Checkpointing, Choice
+from zplan.planner.config import Checkpointing, Choice, Offload
 from zplan.planner.errors import ZplanError
 from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable
 from zplan.planner.halving import Lazy, largest_multiple
@@ -162,12 +162,22 @@ class Search:
         per_rank = train // world_size
         return [Batch(m, per_rank // m, world_size) for m in divisors(per_rank)]
 
-    def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
-        """A choice with everything else as asked for or by default."""
+    def at(self, name: str, value: int) -> Search:
+        """The same search with one more thing asked for; what was evaluated is shared."""
+        fixed = {**self.request.fixed, name: value}
+        request = replace(self.request, fixed=fixed, fixed_by={**self.request.fixed_by, name: f"--{name}"})
+        return replace(self, request=request)
+
+    def choice(
+        self, stage: int, batch: Batch, checkpointing: Checkpointing, *, offload: Offload | None = None
+    ) -> Choice:
+        """A choice with everything else as asked for or by default; `offload` instead of what was asked."""
         names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload", *TRAINING)
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
+        if offload is not None:
+            fixed["offload"] = offload
         if "offload" in fixed and stage < 3:
             # Below stage 3 parameters are whole on every rank, so there is nothing to fetch.
             fixed["offload"] = replace(fixed["offload"], params="none")

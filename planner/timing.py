@@ -60,9 +60,8 @@ def _ratio(time: StepTime, other: StepTime | None) -> float:
     return time.total / other.total
 
 
-def timing_json(t: Timing) -> dict[str, Any]:
+def time_json(time: StepTime) -> dict[str, Any]:
     """Seconds, unrounded."""
-    time = t.time
     return {
         "step_s": time.total,
         "tokens_per_s": time.tokens_per_second,
@@ -70,6 +69,13 @@ def timing_json(t: Timing) -> dict[str, Any]:
         "bounds_s": time.bounds(),
         "hidden_s": time.hidden,
         "offload_bound": time.offload_bound,
+    }
+
+
+def timing_json(t: Timing) -> dict[str, Any]:
+    """A row's time, its ratios and what the training takes."""
+    return {
+        **time_json(t.time),
         "over_ddp": t.ddp,
         "over_stage_below": t.below,
         **({} if t.cost is None else {"steps": t.cost.steps, "hours": t.cost.hours, "gpu_hours": t.cost.gpu_hours}),
@@ -102,10 +108,10 @@ def told(seconds: float) -> str:
 
     Examples
     --------
-    >>> told(0.40361), told(12.345), told(0.0123)
-    ('0.404', '12.3', '0.0123')
+    >>> told(0.40361), told(12.0), told(0.0123)
+    ('0.404', '12.0', '0.0123')
     """
-    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"
+    return f"{seconds:#.3g}".rstrip(".") if seconds < 100 else f"{seconds:,.0f}"
 
 
 def assumptions(e: Estimate) -> str:

@@ -216,7 +216,7 @@ QUESTION = (
     "--efficiency --network --tokens --epochs --examples --price --offline "
 )
 FLAGS = {
-    "estimate": QUESTION + "--json --check",
+    "estimate": QUESTION + "--json --check --top --max --min --sweep",
     "plan": QUESTION + "--out",
     "models": "--json",
     "gpus": "--json",
