@@ -123,7 +123,7 @@ def _range(name: str, span: str) -> tuple[int, ...]:
     low, high = int(first), int(last or first)
     if name == "stage":
         return tuple(range(low, min(high, 3) + 1))
-    values = []
+    values: list[int] = []
     while low <= high and len(values) <= MOST_POINTS:
         values.append(low)
         low *= 2
