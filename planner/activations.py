@@ -55,12 +55,17 @@ class Held:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step on a tape. `working[p]`: levels of phase p above what is held in it; `detail`: what each unit saves."""
+    """One step on a tape. `working[p]`: levels of phase p above what is held in it; `detail`: what each unit saves.
+
+    `flops[p]` and `written[p]`: the operations of phase p's matrix products, and the bytes that its other ops write.
+    """
 
     phases: tuple[str, ...]
     held: tuple[Held, ...]
     working: tuple[tuple[Level, ...], ...]
     detail: tuple[tuple[str, str, Level], ...]
+    flops: tuple[Level, ...]
+    written: tuple[Level, ...]
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
     if not counted(spec):
         return ()
     arch = _architecture(spec, choice)
-    sim = _simulation(arch, choice)
+    sim = simulation(arch, choice)
     at = {name: i for i, name in enumerate(phases)}
     scale = _scale(arch, choice)
     found: dict[str, dict[int, list[tuple[int, int]]]] = {}
@@ -159,7 +164,7 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
 def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
     """Numbers of each unit; those of a block that is not the last, where there is one, under `block`."""
     arch = _architecture(spec, choice)
-    sim = _simulation(arch, choice)
+    sim = simulation(arch, choice)
     scale = _scale(arch, choice)
     working = {p: max(_dot(v, scale) for v in levels) for p, levels in zip(sim.phases, sim.working, strict=True)}
     out = {}
@@ -225,7 +230,8 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     return monomials(b, t, (tokens, placed, typed))
 
 
-def _simulation(arch: Architecture, choice: Choice) -> Simulation:
+def simulation(arch: Architecture, choice: Choice) -> Simulation:
+    """The tape of a step of the first, a middle and the last block, for every batch and sequence at once."""
     small = replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
     return _simulate(
         small,
@@ -311,6 +317,8 @@ def _read(tape: Tape) -> Simulation:
             for s, (_, last) in spans.items()
             if s.born < turn <= last and s.label not in _NOT_SAVED
         ),
+        tuple(map(tuple, tape.flops)),
+        tuple(map(tuple, tape.written)),
     )
 
 

@@ -54,6 +54,7 @@ def estimate_json(e: Estimate) -> str:
             {**row_json(r), "gather_bytes": t.gather_bytes, "reduce_bytes": t.reduce_bytes}
             for r, t in zip(e.rows, e.traffic, strict=True)
         ],
+        "times": _times(e),
         "one_gpu": row_json(e.single),
         "longest_seq": e.longest_seq,
         "remedies": [asdict(r) for r in e.remedies],
@@ -64,6 +65,15 @@ def estimate_json(e: Estimate) -> str:
         "notes": list(e.notes),
     }
     return render(document) + "\n"
+
+
+def _times(e: Estimate) -> list[dict[str, Any]]:
+    """By stage as in `stages`; empty where no time can be told."""
+    if not e.timings:
+        return []
+    from zplan.planner.timing import timing_json
+
+    return [{"stage": t.choice.stage, **timing_json(t)} for t in e.timings]
 
 
 def row_json(row: Row) -> dict[str, Any]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zplan.planner.activations import counted
 from zplan.planner.activities import Activity, activities
-from zplan.planner.comm import Traffic, textbook_traffic, traffic
+from zplan.planner.comm import Traffic, textbook_traffic
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware, hardware_from
 from zplan.planner.ledger import Line
 from zplan.planner.models import ModelSpec
-from zplan.planner.remedies import Remedy, larger, leanest, remedies
 from zplan.planner.request import Request, make_request
 from zplan.planner.search import STAGES, Row, Search
 from zplan.planner.sources import Model, model_from
@@ -24,7 +23,10 @@ from zplan.planner.units import format_percent
 from zplan.planner.verdict import Decision, Verdict, beyond_offload, decisions, judge, judge_states, judge_tiers
 
 if TYPE_CHECKING:
+    from zplan.planner.interval import Margin
     from zplan.planner.plan_file import Plan
+    from zplan.planner.remedies import Remedy
+    from zplan.planner.timing import Timing
 
 NOT_COUNTED = (
     "fragmentation beyond the line `alloc.rounding`: the launcher sets expandable segments",
@@ -64,6 +66,8 @@ class Estimate:
     """What the picked choice holds beside its steps; zplan's own runtime only."""
     tiers: tuple[TierUse, ...]
     """Device, host, pinned and NVMe at their fullest, over the step and what `zplan run` does beside it."""
+    timings: tuple[Timing, ...]
+    """By stage, for the choices of `rows`: time of a step and cost of the training; empty where they can't be told."""
     notes: tuple[str, ...]
 
     @property
@@ -132,6 +136,12 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     host_mem: int | float | str | None = None,
     nvme: int | float | str | None = None,
     margin: int | float | str | None = None,
+    efficiency: float | None = None,
+    network: float | None = None,
+    tokens: int | float | str | None = None,
+    epochs: int | None = None,
+    examples: int | float | str | None = None,
+    price: float | None = None,
     stage: int | None = None,
     offload: str | None = None,
     offload_params: str | None = None,
@@ -166,6 +176,14 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Per node; what the ranks of a node take together is held against them.
     margin
         What stays free of a card beyond the interval of the total: a share (`"15%"`) or a size.
+    efficiency
+        Share of the card's dense peak that matrix products reach in a step; 0.5 where left out.
+    network
+        GB/s that a node sends to others.
+    tokens, epochs, examples
+        How much is trained: so many tokens, or so many times so many sequences.
+    price
+        Of one GPU for one hour.
     stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, saving
         Fix a choice; what is left out is chosen and marked so.
     offload, offload_params
@@ -207,10 +225,11 @@ def answer(request: Request) -> Estimate:
         single=single,
         decisions=decisions(search, row, rows),
         longest_seq=search.longest_seq(row) if counted(search.model.spec) else 0,
-        remedies=remedies(search, row) if not row.fits else larger(row, uses, search.request.margin),
         activities=others,
         tiers=uses,
-        traffic=tuple(traffic(search.model.spec, r.choice) for r in rows),
+        remedies=_remedies(search, row) if not row.fits else _larger(row, uses, search.request.margin),
+        traffic=tuple(search.traffic(r.choice) for r in rows),
+        timings=_timings(search, rows),
         notes=_notes(search),
     )
 
@@ -222,6 +241,8 @@ def _judge(search: Search, row: Row, single: Row) -> Verdict:
     verdict = judge(row, single)
     if row.spare_bytes >= 0:
         return verdict
+    from zplan.planner.remedies import leanest
+
     lean = leanest(search, row)
     seq = search.longest_seq(lean) if lean is not None and lean.spare_bytes < 0 else 0
     return replace(verdict, text=verdict.text + beyond_offload(row, lean, seq))
@@ -233,6 +254,33 @@ def beside(spec: ModelSpec, row: Row, hardware: Hardware) -> tuple[tuple[Activit
     others = activities(spec, c, row.ledger) if c.runtime == "zplan" else ()
     plain = [a for a in others if a.plain]
     return others, tier_uses(row.ledger, plain, hardware, c.world_size, row.margin_bytes)
+
+
+def _remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
+    from zplan.planner.remedies import remedies
+
+    return remedies(search, row)
+
+
+def _larger(row: Row, uses: Sequence[TierUse], margin: Margin) -> tuple[Remedy, ...]:
+    if not any(use.over_bytes for use in uses):
+        return ()
+    from zplan.planner.remedies import larger
+
+    return larger(row, uses, margin)
+
+
+def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
+    if search.clock is None:
+        if search.request.goal.asked:
+            why = "no card is named" if search.hardware.gpu is None else "the model's ops are not counted"
+            raise ZplanError(
+                f"no step time can be told, as {why}, and so no hours", "name a card of `zplan gpus` with --gpu"
+            )
+        return ()
+    from zplan.planner.timing import timings
+
+    return timings(search, rows)
 
 
 def _with_ring(request: Request, model: Model) -> Request:
@@ -284,6 +332,12 @@ def plan(  # noqa: PLR0913 - as `estimate`
     host_mem: int | float | str | None = None,
     nvme: int | float | str | None = None,
     margin: int | float | str | None = None,
+    efficiency: float | None = None,
+    network: float | None = None,
+    tokens: int | float | str | None = None,
+    epochs: int | None = None,
+    examples: int | float | str | None = None,
+    price: float | None = None,
     stage: int | None = None,
     offload: str | None = None,
     offload_params: str | None = None,
@@ -335,7 +389,7 @@ def make_plan(request: Request) -> Plan:
     rows = search.rows()
     row = search.pick(rows)
     if not row.fits:
-        nearest = [r for r in remedies(search, row) if not r.estimate_only]
+        nearest = [r for r in _remedies(search, row) if not r.estimate_only]
         hint = (
             f"it would fit with {nearest[0].what} ({nearest[0].option})" if nearest else "no single change makes it fit"
         )
@@ -343,7 +397,7 @@ def make_plan(request: Request) -> Plan:
     _, uses = beside(search.model.spec, row, search.hardware)
     verdict = judge_tiers(row, uses)
     if verdict is not None:
-        hardware = larger(row, uses, request.margin)
+        hardware = _larger(row, uses, request.margin)
         raise DoesNotFit(verdict.text.rstrip("."), f"it would fit with {hardware[0].what}" if hardware else None)
     notes = _notes(search)
     if search.model.assumed:

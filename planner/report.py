@@ -61,7 +61,7 @@ def report(e: Estimate, *, colour: bool = False) -> str:
     if colour:
         verdict = f"\033[{GREEN if e.fits else RED}m{verdict}\033[0m"
     head = [verdict, *estimate_only_rows(e.estimate_only)]
-    parts = [head, _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e)]
+    parts = [head, _question(e), _textbook(e), _runtime(e), _time(e), _choice(e), _lines(e)]
     parts += [_tiers(e), *([_activities(e)] if e.activities else []), _not_counted(e)]
     return "\n\n".join("\n".join(p) for p in parts) + "\n"
 
@@ -164,6 +164,21 @@ def _over(row: Row) -> str:
     if off.host_over:
         return f"host {format_gib(off.host_over * off.ranks)} over"
     return f"NVMe {format_gib(off.nvme_over * off.ranks)} over"
+
+
+def _time(e: Estimate) -> list[str]:
+    """How long a step takes, by stage, and what sets it."""
+    if not e.timings:
+        what = "a dtype whose peak is known" if e.hardware.gpu else "a card (--gpu)"
+        return [f"Step time: none can be told without {what}; the lowest stage that fits moves least"]
+    from zplan.planner.timing import assumptions, timing_rows
+
+    head, *rows = timing_rows(e)
+    return [
+        "Step time of each row above, the exposed part of each bound, and its ratio to the same choice at other stages",
+        *table(head, rows, "l" + "r" * (len(head) - 1)),
+        *("  " + line for line in textwrap.wrap(assumptions(e), WIDTH)),
+    ]
 
 
 def _choice(e: Estimate) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from zplan.planner.config import Attention, Checkpointing, Device, Offload, Place, Precision, Saving
+from zplan.planner.cost import Goal
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.interval import Margin, parse_margin
 from zplan.planner.units import parse_bytes, parse_count
@@ -56,6 +58,12 @@ class Request:
     """Per node."""
     margin: Margin = Margin()
     """What stays free beyond the interval."""
+    efficiency: float | None = None
+    """Share of the card's peak that matrix products reach; None for the usual."""
+    network: int | None = None
+    """Bytes a second that a node sends to others."""
+    goal: Goal = Goal()
+    """How much is to be trained, and what a GPU costs."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Choices that were made, by the names of `OPTION`."""
     fixed_by: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +82,7 @@ class Request:
 
 ARGUMENTS = (
     *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
+    *("efficiency", "network", "tokens", "epochs", "examples", "price"),
     *("offload_params", "offload_ratio", "config", "offline"),
     *OPTION,
 )
@@ -90,8 +99,9 @@ def make_request(given: Mapping[str, Any]) -> Request:
         takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU), `host_mem` and `nvme`
         (per node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
         optimizer lies, `offload_params` where the parameters do, `offload_ratio` for which share of the elements.
-        `config` is a DeepSpeed config, a path or a mapping, and fixes what it names. `offline` forbids the network. The
-        rest fix a choice.
+        `config` is a DeepSpeed config, a path or a mapping, and fixes what it names. `offline` forbids the network.
+        `efficiency` is a share, `network` in GB/s a node; `tokens`, or `epochs` of `examples`, say how much is trained,
+        and `price` what a GPU costs an hour. The rest fix a choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
     for name in given:
@@ -116,12 +126,24 @@ def make_request(given: Mapping[str, Any]) -> Request:
         host_mem_bytes=parse_bytes(given["host_mem"], "--host-mem") if "host_mem" in given else None,
         nvme_bytes=parse_bytes(given["nvme"], "--nvme") if "nvme" in given else None,
         margin=parse_margin(given["margin"]) if "margin" in given else Margin(),
+        efficiency=_number("--efficiency", given["efficiency"], most=1) if "efficiency" in given else None,
+        network=round(10**9 * _number("--network", given["network"], most=10**6)) if "network" in given else None,
+        goal=_goal(given),
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,
         offline=bool(given.get("offline")),
         asked={name: _plain(given[name]) for name in ARGUMENTS if name in given},
         notes=notes,
+    )
+
+
+def _goal(given: Mapping[str, Any]) -> Goal:
+    return Goal(
+        tokens=parse_count(given["tokens"], "--tokens") if "tokens" in given else None,
+        epochs=_whole("--epochs", given["epochs"]) if "epochs" in given else None,
+        examples=parse_count(given["examples"], "--examples") if "examples" in given else None,
+        price=_number("--price", given["price"], most=10**6) if "price" in given else None,
     )
 
 
@@ -227,6 +249,17 @@ def _check(name: str, value: Any) -> Any:
             raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")
         return int(value)
     return _whole(flag, value, least=2 if name == "ring_slots" else 1)
+
+
+def _number(flag: str, value: Any, *, most: int) -> float:
+    """A positive number, given as one or as text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= most:
+        raise ZplanError(f"`{flag} {value}` is not a number above 0 and up to {most:,}", f"such as {flag} 0.5")
+    return number
 
 
 def _whole(flag: str, value: Any, *, least: int = 1) -> int:

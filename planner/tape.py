@@ -36,6 +36,23 @@ WIDTH = len(BASIS) + 5
 
 PARAMETER_GRADIENT = "parameter gradient"
 
+OF_PRODUCTS = frozenset(
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "grouped_mm",
+        "mm.input",
+        "mm.weight",
+        "attention output",
+        "logsumexp",
+        "q.grad",
+        "k.grad",
+        "v.grad",
+    )
+)
+"""Labels of what matrix products and attention kernels write."""
+
 Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
 
@@ -193,6 +210,8 @@ class Tape:
         self.phases: list[str] = ["idle"]
         self.levels: list[set[Level]] = [{(0,) * (2 * WIDTH)}]
         self.storages: list[Storage] = []
+        self.flops: list[list[int]] = [[0] * len(BASIS)]
+        self.written: list[list[int]] = [[0] * len(BASIS)]
         self.in_place_accumulation = in_place_accumulation
         self._live = [0] * (2 * WIDTH)
         self._grew = False
@@ -206,7 +225,17 @@ class Tape:
         """A value with a fresh storage."""
         shape = tuple(shape)
         at, coefficient = _split(math.prod(shape) * itemsize)
+        if label not in OF_PRODUCTS:
+            self.written[-1][at] += coefficient
         return self._value(shape, itemsize, strides or row_major(shape), self._allocate(at, coefficient, label))
+
+    def multiply(self, *extents: int, times: int = 1, per: int = 1) -> None:
+        """Count matrix products of these extents, once their node is there: two operations for each combination.
+
+        `per` divides: a causal attention kernel leaves half of its products out.
+        """
+        at, count = _split(math.prod(extents))
+        self.flops[-1][at] += 2 * times * count // per
 
     def parameter(self, shape: Sequence[int], itemsize: int, unit: UnitGradients) -> Value:
         """A leaf whose bytes are not activations."""
@@ -261,6 +290,8 @@ class Tape:
         self._note()
         self.phases.append(phase)
         self.levels.append(set())
+        self.flops.append([0] * len(BASIS))
+        self.written.append([0] * len(BASIS))
         self._note()
 
     # The graph

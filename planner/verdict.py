@@ -207,15 +207,7 @@ _DEFAULTS: dict[str, str] = {
 
 def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     c = row.choice
-    lower = rows[STAGES.index(c.stage) - 1] if c.stage else None
-    if not row.fits:
-        yield "stage", "nothing fits; this misses by least"
-    elif c.world_size == 1:
-        yield "stage", "one GPU has nobody to share with"
-    elif lower is None:
-        yield "stage", "it fits without sharding, which moves least"
-    else:
-        yield "stage", f"the lowest that fits, so it moves least; stage {lower.choice.stage} is {over_by(lower)}"
+    yield "stage", _stage_reason(search, row, rows)
     yield "checkpointing", _checkpointing_reason(search, row)
     train = search.request.get("global_batch")
     if train is None:
@@ -235,6 +227,24 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         yield "seq", f"the smaller of {DEFAULT_SEQ} and the model's {search.seq_limit}"
 
 
+def _stage_reason(search: Search, row: Row, rows: Sequence[Row]) -> str:
+    c = row.choice
+    if not row.fits:
+        return "nothing fits; this misses by least"
+    if c.world_size == 1:
+        return "one GPU has nobody to share with"
+    lowest = next(r for r in rows if r.fits)
+    time, other = search.time(c), search.time(lowest.choice)
+    if row is not lowest and time is not None and other is not None:
+        more = format_percent(round(1e6 * (other.total - time.total)), round(1e6 * time.total))
+        return f"the fastest that fits; stage {lowest.choice.stage} takes {more} longer"
+    why = "it moves least" if time is None else "nothing that fits is faster by a hundredth"
+    if not c.stage:
+        return f"it fits without sharding, and {why}"
+    lower = rows[STAGES.index(c.stage) - 1]
+    return f"the lowest that fits, and {why}; stage {lower.choice.stage} is {over_by(lower)}"
+
+
 def _checkpointing_reason(search: Search, row: Row) -> str:
     if not counted(search.model.spec):
         return "open, as activations are not counted"
@@ -246,4 +256,6 @@ def _checkpointing_reason(search: Search, row: Row) -> str:
     if without.spare_bytes < 0:
         return f"without it {need(without)} are needed, {gib(-without.spare_bytes)} more than the card has"
     share = format_percent(without.spare_bytes, without.capacity_bytes)
+    if without.roomy:
+        return "it fits without too, but no faster"
     return f"without it only {share} of the card stay free; a tenth is kept"

@@ -68,6 +68,7 @@ def test_a_folded_peak_is_that_of_the_whole_ledger(name, choice):
     row, ledger = held(SPECS[name], choice)
     assert row.peak_bytes == ledger.peak_bytes()
     assert row.peak_phase == ledger.peak_phase()
+    assert (row.low_bytes, row.high_bytes) == ledger.interval()
     kinds = ledger.kind_at_peak()
     assert {k: n for k, n in row.kinds.items() if n} == {k: n for k, n in kinds.items() if n}
 
@@ -82,6 +83,7 @@ def test_classes_of_hugging_face(name, stage):
         choice = Choice(stage, 4, 2, 1, 512, checkpointing=checkpointing, attention="eager")
         row, ledger = held(model.spec, choice)
         assert (row.peak_bytes, row.peak_phase) == (ledger.peak_bytes(), ledger.peak_phase())
+        assert (row.low_bytes, row.high_bytes) == ledger.interval()
 
 
 def test_every_phase_of_a_fold_is_that_phase_of_the_ledger():
