@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from operator import add
+from typing import TYPE_CHECKING, get_args
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.comm import Traffic, traffic
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
-from zplan.planner.folding import Folding, by_part, fold, foldable, peak_of
+from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable
 from zplan.planner.halving import Lazy, largest_multiple
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line
@@ -193,22 +194,30 @@ class Search:
         def write_out() -> Ledger:
             return predict(self.model.spec, choice, overheads=further(self.phases))
 
-        card = self.hardware.mem_bytes
         if foldable(choice):
-            peak = self.folding(choice).peak(choice, further)
-        else:
-            ledger = write_out()
-            peak = peak_of(by_part(ledger.lines, ledger.phases), ledger.phases)
+            folding = self.folding(choice)
+            vectors, phases = folding.vectors(choice, further), folding.phases
+            return self._row(choice, vectors, phases, write_out)
+        ledger = write_out()
+        return self._row(choice, by_part(ledger.lines, ledger.phases), ledger.phases, lambda: ledger)
+
+    def _row(self, choice: Choice, vectors: Vectors, phases: Sequence[str], write_out: Callable[[], Ledger]) -> Row:
+        """A choice by the live bytes of its parts in each phase."""
+        device: dict[Kind, list[int]] = {kind: vectors[kind] for kind in get_args(Kind) if kind in vectors}
+        per_phase = [sum(column) for column in zip(*device.values(), strict=True)]
+        at = per_phase.index(max(per_phase))
+        low, high = (max(map(add, per_phase, vectors.get(end, [0] * len(phases)))) for end in ENDS)
+        card = self.hardware.mem_bytes
         return Row(
             choice,
             card,
-            peak.nbytes,
-            peak.phase,
-            low_bytes=peak.low,
-            high_bytes=peak.high,
+            per_phase[at],
+            phases[at],
+            low_bytes=low,
+            high_bytes=high,
             margin_bytes=self.request.margin.of(card),
-            off_device=OffDevice.of(peak, self.hardware, choice.world_size),
-            kinds=peak.kinds,
+            off_device=OffDevice.of(vectors, self.hardware, choice.world_size),
+            kinds={kind: values[at] for kind, values in device.items()},
             write_out=write_out,
         )
 
@@ -243,7 +252,7 @@ class Search:
 
     def traffic(self, choice: Choice) -> Traffic:
         """Bytes that one rank moves in a step."""
-        if not foldable(choice) or choice.offload.optimizer != "none":
+        if not foldable(choice):
             return traffic(self.model.spec, choice)
         per_model = self.folding(choice).affine
         return Traffic(
