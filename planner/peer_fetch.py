@@ -115,7 +115,9 @@ class _Buffer:
     params: frozenset[int]
     nbytes: int
     waiting: set[int] = field(default_factory=set)
-    copied: bool = False
+    copies: bool = True
+    """Whether each parameter is copied out of it."""
+    complete: bool = False
 
 
 class Coordinator:
@@ -157,7 +159,7 @@ class Coordinator:
             return
         self.live_numel += sum(self.numels[i] for i in params)
         if self.ranks == 1 or len(params) == 1:
-            buffer = _Buffer(frozenset(params), 0, set(params), copied=True)
+            buffer = _Buffer(frozenset(params), 0, set(params), copies=False)
             padded = self.ranks * self.itemsize if self.ranks > 1 else 0
             self._take(sum(padded * per_rank(self.numels[i], self.ranks) or self._param_bytes(i) for i in params))
         else:
@@ -170,10 +172,11 @@ class Coordinator:
     def _wait(self, i: int) -> None:
         """The first parameter of a gather that is asked for makes all of them available."""
         buffer = self.inflight.pop(i)
-        if not buffer.copied:
-            self._take(sum(self._param_bytes(j) for j in buffer.params))
-            buffer.copied = True
-        self.available |= buffer.params
+        if not buffer.complete:
+            if buffer.copies:
+                self._take(sum(self._param_bytes(j) for j in buffer.params))
+            self.available |= buffer.params
+            buffer.complete = True
         buffer.waiting.discard(i)
         if not buffer.waiting:
             self.live_bytes -= buffer.nbytes
