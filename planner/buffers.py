@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zplan.planner.config import REDUCE_ITEMSIZE, Choice
+from zplan.planner.config import Choice
 from zplan.planner.ledger import Line
 from zplan.planner.placement import Placement, shards_states
 from zplan.planner.states import by_class
@@ -44,21 +44,21 @@ def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) 
 
 
 def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """One fp32 slot of the largest piece, from the first reduce of a backward to its end."""
+    """One slot of the largest piece, in the reduce dtype, from the first reduce of a backward to its end."""
     if not uses_reduce_slots(choice) or not placements:
         return []
     numel = max(p.layout.max_piece_numel for p in placements)
     span = (time.at(f"reduce.{placements[-1].unit.name}"), time.last_backward)
-    return [Line("grads.slot", numel * REDUCE_ITEMSIZE, (span,), "buffers")]
+    return [Line("grads.slot", numel * choice.reduce_itemsize, (span,), "buffers")]
 
 
 def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """fp32 gradients. Born at their unit's reduce with accumulation 1; with more they persist."""
+    """Gradients in the reduce dtype. Born at their unit's reduce with accumulation 1; with more they persist."""
     full = full_gradients(choice)
     rows = [
         (
             p,
-            (p.layout.padded_numel if full else p.layout.shard_numel) * REDUCE_ITEMSIZE,
+            (p.layout.padded_numel if full else p.layout.shard_numel) * choice.reduce_itemsize,
             time.always if choice.accumulation > 1 else time.from_reduce(p.unit.name),
         )
         for p in placements
@@ -68,7 +68,7 @@ def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeli
 
 def placeholder_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """One NaN scalar per parameter, shown in its place while its values are not there."""
-    if not shards_states(choice):
+    if not shards_states(choice) and not any(p.ringed for p in placements):
         return []
     count = sum(len(p.layout.entries) for p in placements if p.closes)
     return [Line("params.placeholder", choice.itemsize, (time.always,) * count, "buffers")]

@@ -17,9 +17,6 @@ Place = Literal["none", "cpu", "nvme"]
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
 
-REDUCE_ITEMSIZE = 4
-"""Gradients are reduced and accumulated in fp32."""
-
 
 @dataclass(frozen=True)
 class Offload:
@@ -32,8 +29,8 @@ class Offload:
     """Share of the elements that is offloaded, 0 to 1: the first units of the schedule up to that share."""
 
     def told(self) -> str:
-        """In words: `none`, `cpu`, `cpu, parameters nvme`."""
-        share = "" if self.ratio == 1 else f" {self.ratio:g}"
+        """In words: `none`, `cpu`, `cpu, parameters nvme`, `cpu for 0.5 of the elements`."""
+        share = "" if self.ratio == 1 else f" for {self.ratio:g} of the elements"
         return f"{self.optimizer}{share}" + ("" if self.params == "none" else f", parameters {self.params}")
 
 
@@ -111,6 +108,11 @@ class Choice:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.precision]
+
+    @property
+    def reduce_itemsize(self) -> int:
+        """Bytes of one gradient element on the wire and in accumulation."""
+        return ITEMSIZE[self.reduce_dtype]
 
     @property
     def sharded(self) -> bool:

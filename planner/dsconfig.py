@@ -12,10 +12,11 @@ from typing import Any, get_args
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
-from zplan.planner.config import Attention, Checkpointing, Choice, Precision, Saving
+from zplan.planner.config import Attention, Checkpointing, Choice, Offload, Place, Precision, Saving
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
+from zplan.planner.optimizers import KINDS, find_kind, kind_of
 from zplan.planner.reading import (
     check_keys,
     refuse_type,
@@ -28,6 +29,9 @@ from zplan.planner.reading import (
     want_str,
 )
 from zplan.planner.schedules import Schedule, read_schedule
+
+REDUCE_DTYPES = ("fp32", "bf16")
+"""dtypes in which gradients may be reduced."""
 
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
@@ -60,6 +64,12 @@ class TrainingConfig:
     """Of fp16 training."""
     schedule: Schedule | None = None
     """Of the learning rate, in applied optimizer steps; None keeps it constant."""
+    optimizer: str = "adamw"
+    """A name of the optimizer table."""
+    reduce_dtype: Precision = "fp32"
+    """dtype in which gradients are reduced and accumulated."""
+    offload: Offload = Offload()
+    """What lies off the device between its uses."""
     steps_per_print: int = 10
     """Optimizer steps between progress lines."""
     ring_slots: int = 2
@@ -131,6 +141,7 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
         found["clip"] = want_number("gradient_clipping", where, mapping["gradient_clipping"])
     if mapping.get("steps_per_print") is not None:
         found["steps_per_print"] = want_int("steps_per_print", where, mapping["steps_per_print"])
+    _reduce_dtype(mapping, where, found)
     blocks = {"bf16": _bf16, "fp16": _fp16, "zero_optimization": _zero, "optimizer": _optimizer, "zplan": _extras}
     for key, read in blocks.items():
         if mapping.get(key) is not None:
@@ -140,6 +151,12 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
         found["schedule"] = read_schedule(block, f"`scheduler` of {where}")
     _settle_precision(mapping, found, auto=any(path[-1] == "enabled" for path in became))
     return found, notes
+
+
+def _reduce_dtype(mapping: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:
+    name = "communication_data_type"
+    if mapping.get(name) is not None:
+        found["reduce_dtype"] = want_one_of(name, where, mapping[name], REDUCE_DTYPES)
 
 
 def _settle_precision(mapping: Mapping[str, Any], found: dict[str, Any], *, auto: bool) -> None:
@@ -197,25 +214,17 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
     bf16 = config.precision == "bf16"
     live = config.ring_slots * largest_block_numel if config.max_live is None else config.max_live
     batch = Batch(config.micro_batch, config.accumulation, config.world_size)
-    params = {
-        "lr": config.lr,
-        "betas": list(config.betas),
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "adam_w_mode": True,
-    }
     return {
         KEYS.train: batch.train,
         KEYS.micro: batch.micro,
         KEYS.accumulation: batch.accumulation,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
         "fp16": explicit_loss_scale(config.loss_scale) if config.precision == "fp16" else {"enabled": False},
-        "optimizer": {"type": "AdamW", "params": params},
+        "optimizer": _explicit_optimizer(config),
         **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
-        "communication_data_type": "fp32",
-        # DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there.
-        "data_types": {"grad_accum_dtype": None if config.precision != "fp32" and config.stage == 0 else "fp32"},
+        "communication_data_type": config.reduce_dtype,
+        "data_types": {"grad_accum_dtype": _accumulation_dtype(config)},
         "prescale_gradients": False,
         "zero_allow_untested_optimizer": False,
         "zero_optimization": {
@@ -233,12 +242,37 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
             "stage3_prefetch_bucket_size": largest_block_numel,
             "stage3_param_persistence_threshold": 0,
             "stage3_gather_16bit_weights_on_model_save": False,
-            "offload_optimizer": {"device": "none"},
-            "offload_param": {"device": "none"},
+            **_explicit_offload(config.offload),
         },
         "steps_per_print": config.steps_per_print,
         "wall_clock_breakdown": False,
     }
+
+
+def _explicit_offload(offload: Offload) -> dict[str, Any]:
+    """Both blocks. Where NVMe is mounted is for whoever runs it to say."""
+    optimizer: dict[str, Any] = {"device": offload.optimizer}
+    if offload.ratio != 1:
+        optimizer["ratio"] = offload.ratio
+    return {"offload_optimizer": optimizer, "offload_param": {"device": offload.params}}
+
+
+def _accumulation_dtype(config: TrainingConfig) -> str | None:
+    """DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there."""
+    whole = config.precision != "fp32" and config.stage == 0
+    return None if whole or config.reduce_dtype != "fp32" else "fp32"
+
+
+def _explicit_optimizer(config: TrainingConfig) -> dict[str, Any]:
+    """The optimizer's block. What DeepSpeed has no name for is written under zplan's, which it will refuse by name."""
+    kind = kind_of(config.optimizer)
+    params: dict[str, Any] = {"lr": config.lr, "betas": list(config.betas), "eps": config.eps}
+    params["weight_decay"] = config.weight_decay
+    if kind.name == "sgd-momentum":
+        params["momentum"] = config.betas[0]
+    if kind.name == "adamw":
+        params["adam_w_mode"] = True
+    return {"type": kind.deepspeed or kind.name, "params": params}
 
 
 def _screen(
@@ -297,21 +331,55 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
     if "stage3_max_live_parameters" in block:
         name = "stage3_max_live_parameters"
         found["max_live"] = want_int(name, where, block[name], least=0)
-    notes = []
+    notes = [*_offload(block, where, found)]
     for key, (value, why) in dskeys.ZERO_MAPPED.items():
         if block.get(key) is not None and want_bool(key, where, block[key]) is not value:
             notes.append(f"`{key}` of {where} is taken as {str(value).lower()}: {why}")
     return (*notes, *_screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where))
 
 
-def _optimizer_type(kind: str, where: str) -> None:
-    """Refuse all but AdamW. DeepSpeed's "Adam" decays like AdamW unless told otherwise, so both names mean the same."""
-    if kind.lower() in ("adam", "adamw"):
-        return
+def _offload(block: Mapping[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """Both offload blocks, as one setting."""
+    notes: tuple[str, ...] = ()
+    places: dict[str, Any] = {}
+    ratio = 1.0
+    for key in ("offload_optimizer", "offload_param"):
+        if block.get(key) is None:
+            continue
+        inner = want_object(key, where, block[key])
+        there = f"`{key}` of {where}"
+        check_keys(inner, (*dskeys.OFFLOAD_HONOURED, *dskeys.OFFLOAD_INERT, "super_offload"), there)
+        if inner.get("super_offload"):
+            raise ZplanError(f"`super_offload` of {there} asks for something that is not built yet", "leave it out")
+        places[key] = want_one_of("device", there, inner.get("device") or "none", get_args(Place))
+        if "ratio" in inner and key == "offload_optimizer":
+            ratio = want_number("ratio", there, inner["ratio"])
+        if places[key] != "none":
+            notes += _screen(inner, {}, dskeys.OFFLOAD_INERT, there)
+    offload = Offload(places.get("offload_optimizer", "none"), places.get("offload_param", "none"), ratio)
+    if offload.params != "none" and offload.optimizer == "none":
+        raise ZplanError(
+            f"`offload_param` of {where} leaves the larger optimizer on the GPU",
+            f'add "offload_optimizer": {{"device": "{offload.params}"}}',
+        )
+    if places:
+        found["offload"] = offload if offload.optimizer != "none" else Offload()
+    return notes
+
+
+def _optimizer_type(kind: str, where: str, momentum: float) -> str:
+    """A name of the optimizer table. DeepSpeed's "Adam" decays like AdamW unless told otherwise, so both mean the
+    same.
+    """
+    if kind.lower() == "sgd":
+        return "sgd-momentum" if momentum else "sgd"
     if kind.lower() in dskeys.OTHER_OPTIMIZERS:
         raise ZplanError(f"optimizer `{kind}` is not built yet", 'use "AdamW"')
-    near = did_you_mean(kind.lower(), ("adam", "adamw", *dskeys.OTHER_OPTIMIZERS))
-    raise ZplanError(f"unknown optimizer `{kind}` in {where}", near or 'use "AdamW"')
+    try:
+        return find_kind(kind).name
+    except ZplanError:
+        near = did_you_mean(kind.lower(), ("adam", *KINDS, *dskeys.OTHER_OPTIMIZERS))
+        raise ZplanError(f"unknown optimizer `{kind}` in {where}", near or 'use "AdamW"') from None
 
 
 def _betas(value: Any, where: str) -> tuple[float, float]:
@@ -325,9 +393,14 @@ def _optimizer(block: dict[str, Any], where: str, found: dict[str, Any]) -> tupl
     check_keys(block, ("type", "params", "legacy_fusion"), where)
     if "type" not in block:
         raise ZplanError(f"{where} has no `type`", 'write "type": "AdamW"')
-    _optimizer_type(want_str("type", where, block["type"]), where)
     params = want_object("params", where, block.get("params") or {})
-    where = f"`params` of {where}"
+    inner = f"`params` of {where}"
+    momentum = want_number("momentum", inner, params["momentum"]) if "momentum" in params else 0.0
+    found["optimizer"] = _optimizer_type(want_str("type", where, block["type"]), where, momentum)
+    if not found["optimizer"].startswith("sgd") and "momentum" in params:
+        raise ZplanError(f"`momentum` of {inner} is for SGD", "leave it out; AdamW's is the first of `betas`")
+    params.pop("momentum", None)
+    where = inner
     if "max_grad_norm" in params:
         raise ZplanError(f"`max_grad_norm` of {where} clips nothing", "write `gradient_clipping` at the top level")
     check_keys(params, (*dskeys.OPTIMIZER_HONOURED, *dskeys.OPTIMIZER_NEUTRAL, *dskeys.OPTIMIZER_INERT), where)

@@ -146,9 +146,22 @@ class StepTape(ABC):
         """Call a unit between its phases."""
         self.tape.enter(f"forward.{name}")
         out = run(*inputs)
-        assert out.node is not None
-        out.node.on_gradient = f"backward.{name}"
+        self.starts(out, f"backward.{name}")
         return out
+
+    def starts(self, out: Value, phase: str) -> None:
+        """The arrival of a value's gradient begins a phase."""
+        if self.tape.gradients:
+            assert out.node is not None
+            out.node.on_gradient = phase
+
+    def evaluate(self, batch: int, seq: int, attention: Attention) -> None:
+        """A batch and its forward, on a tape without gradients."""
+        self.tape.enter("forward.embed")
+        ids = self.tape.new((batch, seq), INT64, "inputs")
+        labels = self.tape.new((batch, seq), INT64, "labels")
+        _loss = self.forward(ids, labels, "none", attention)
+        self.tape.close()
 
     @abstractmethod
     def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
@@ -175,8 +188,7 @@ class DecoderTape(StepTape):
         op, arch, p = self.op, self.arch, self.params
         t = ids.shape[1]
         x = op.embedding(p["embed.weight"], ids)
-        assert x.node is not None
-        x.node.on_gradient = "backward.embed"
+        self.starts(x, "backward.embed")
         tables: tuple[Value, ...] = ()
         if arch.family == "llama":
             tables = rotary_tables(op, arch, t, self.itemsize)

@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass, replace
 
 from zplan.planner.errors import ZplanError, did_you_mean
-from zplan.planner.presets import DATA
 from zplan.planner.units import MIB, format_bytes, format_gib
+
+DATA = os.path.join(os.path.dirname(__file__), "data")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,14 @@ class Gpu:
     """What the vendor's tool reports as the total, else the size on the label in 10^9 bytes."""
     mem_reported: bool
     compute_capability: str
+    bf16_tflops: float | None = None
+    """Dense peaks, 10^12 a second; None where not supported or not known."""
+    fp16_tflops: float | None = None
+    hbm_gb_s: float | None = None
+    nvlink_gb_s: float | None = None
+    """Both directions together; 0 for none."""
+    pcie_gb_s: float | None = None
+    """One direction."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,8 @@ class Hardware:
     """Per node; None when not given."""
     compute_capability: str = ""
     notes: tuple[str, ...] = ()
+    nvme_bytes: int | None = None
+    """Per node; None when not given."""
 
     @property
     def gpus_per_node(self) -> int:
@@ -65,9 +76,18 @@ def read_gpus() -> list[Gpu]:
                 mem_bytes=int(row["total_mib"]) * MIB if row["total_mib"] else int(row["nominal_gb"]) * 10**9,
                 mem_reported=bool(row["total_mib"]),
                 compute_capability=row["compute_capability"],
+                bf16_tflops=_number(row["bf16_dense_tflops"]),
+                fp16_tflops=_number(row["fp16_dense_tflops"]),
+                hbm_gb_s=_number(row["hbm_gb_s"]),
+                nvlink_gb_s=_number(row["nvlink_gb_s"]),
+                pcie_gb_s=_number(row["pcie_gb_s"]),
             )
             for row in csv.DictReader(f)
         ]
+
+
+def _number(cell: str) -> float | None:
+    return float(cell) if cell else None
 
 
 def _words(name: str) -> frozenset[str]:
@@ -133,6 +153,7 @@ def hardware_from(
     gpu: str | None = None,
     nodes: int = 1,
     host_mem_bytes: int | None = None,
+    nvme_bytes: int | None = None,
     device: str = "cuda",
 ) -> Hardware:
     """The hardware that was asked for; what is left out is read from this machine.
@@ -147,7 +168,7 @@ def hardware_from(
         Name in the table.
     nodes
         Machines; they hold equally many GPUs.
-    host_mem_bytes
+    host_mem_bytes, nvme_bytes
         Per node.
     device
         On `cpu` a "GPU" is a rank and its memory an equal share of this machine's, unless given.
@@ -174,7 +195,7 @@ def hardware_from(
             f"use {f'{fewer} or ' if fewer else ''}{fewer + nodes}",
         )
     assert mem_bytes is not None
-    return Hardware(gpus, nodes, mem_bytes, name, host_mem_bytes, capability, notes)
+    return Hardware(gpus, nodes, mem_bytes, name, host_mem_bytes, capability, notes, nvme_bytes)
 
 
 def host_memory() -> int:

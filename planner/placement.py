@@ -24,6 +24,7 @@ from functools import lru_cache
 from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
 from zplan.planner.models import ModelSpec, Unit
+from zplan.planner.optimizers import kind_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,20 @@ def shards_states(choice: Choice) -> bool:
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     """Placement of every unit that has parameters, in forward order."""
     # A search asks for many choices that differ only in what moves no parameter.
-    return _place(spec, replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa"))
+    return _place(
+        spec,
+        replace(
+            choice,
+            micro_batch=1,
+            accumulation=1,
+            seq=1,
+            checkpointing="none",
+            attention="sdpa",
+            cross_entropy="plain",
+            checkpoint_every=1,
+            checkpoint_offload=False,
+        ),
+    )
 
 
 @lru_cache(maxsize=64)
@@ -85,10 +99,11 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
     out, seen = [], Counter[str]()
     for u, lay, name in zip(units, layouts, names, strict=True):
         in_ring = u.kind == "block" and u.name not in tied and u.itemsize is None and count[name] > choice.ring_slots
-        ringed = choice.sharded and in_ring
+        # Parameters that lie off the device come through a ring, on one rank too.
+        ringed = (choice.sharded or (choice.stage == 3 and choice.offload.params != "none")) and in_ring
         shares = ringed if u.frozen else shards_states(choice)
         owned = lay.shard_numel if shares else lay.padded_numel
-        has_master = not u.frozen and (choice.precision != "fp32" or ringed)
+        has_master = not u.frozen and kind_of(choice.optimizer).master and (choice.precision != "fp32" or ringed)
         out.append(Placement(u, lay, name, ringed, seen[name] % choice.ring_slots, owned, has_master))
         seen[name] += 1
     return tuple(out)

@@ -10,7 +10,7 @@ from zplan.planner.models import ModelSpec
 from zplan.planner.placement import place
 from zplan.planner.saving import saving_lines
 from zplan.planner.states import state_lines
-from zplan.planner.timeline import timeline
+from zplan.planner.timeline import Timeline, timeline
 
 
 def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = (), rank: int | None = 0) -> Ledger:
@@ -37,12 +37,24 @@ def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = ()
 
         return peer_ledger(spec, choice, overheads=overheads, rank=rank)
     time = timeline(spec.units)
+    return merge(time.phases, shard_lines(spec, choice, time), batch_lines(spec, choice, time), overheads)
+
+
+def shard_lines(spec: ModelSpec, choice: Choice, time: Timeline) -> list[Line]:
+    """Lines that depend on stage, ranks and buffers, and not on the batch: [Note: parts] in `planner/folding.py`."""
     placements = place(spec, choice)
-    return merge(
-        time.phases,
-        state_lines(placements, choice, time),
-        buffer_lines(placements, choice, time),
-        saving_lines(placements, choice, time),
-        activation_lines(spec, choice, time.phases),
-        overheads,
-    )
+    lines = [
+        *state_lines(placements, choice, time),
+        *buffer_lines(placements, choice, time),
+        *saving_lines(placements, choice, time),
+    ]
+    if choice.offload.optimizer == "none":
+        return lines
+    from zplan.planner.offload import move_lines
+
+    return move_lines(lines, placements, choice, time)
+
+
+def batch_lines(spec: ModelSpec, choice: Choice, time: Timeline) -> list[Line]:
+    """Lines that depend on batch, sequence and checkpointing, and not on stage or ranks."""
+    return list(activation_lines(spec, choice, time.phases))

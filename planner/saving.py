@@ -6,12 +6,21 @@ from collections.abc import Sequence
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Line
+from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import Placement
-from zplan.planner.states import FP32
 from zplan.planner.timeline import Timeline
 
 COPIED = 3
 """States of a trained element: master weight and two moments."""
+
+RANGE_NUMEL = 4 * 2**20
+"""Most elements of one range of a checkpoint."""
+
+RANGES_HELD = 3
+"""Ranges of one rank in host memory at once: one that is summed, and those on their way to the disk."""
+
+CHECKSUM_NUMEL = 2**22
+"""Elements that are summed at once to compare replicas; each takes 8 bytes for a moment."""
 
 
 def snapshot_numel(placements: Sequence[Placement]) -> int:
@@ -24,4 +33,7 @@ def saving_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     if choice.saving == "foreground":
         return []
     note = "copy that a checkpoint is written from"
-    return [Line("save.snapshot", snapshot_numel(placements) * FP32, (time.always,), "buffers", "pinned", note=note)]
+    kind = kind_of(choice.optimizer)
+    rate = kind.nominal + (4 if kind.master else choice.itemsize)
+    nbytes = snapshot_numel(placements) // COPIED * rate
+    return [Line("save.snapshot", nbytes, (time.always,), "buffers", "pinned", note=note)]

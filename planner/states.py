@@ -8,6 +8,7 @@ from dataclasses import replace
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Line
 from zplan.planner.loss_scale import NUM_SCALARS as NUM_SCALE_SCALARS
+from zplan.planner.optimizers import OptimizerKind, kind_of, workspace_bytes
 from zplan.planner.placement import Placement, shards_states
 from zplan.planner.timeline import Timeline
 
@@ -39,14 +40,37 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
     resident = [(p, p.buffer_bytes(choice), always) for p in placements if not p.ringed]
     lines += by_class("params.flat", resident, "states")
     lines += by_class("optim.master", [(p, p.owned_numel * FP32, always) for p in placements if p.has_master], "states")
-    for name in ("exp_avg", "exp_avg_sq"):
-        lines += by_class(f"optim.{name}", [(p, p.owned_numel * FP32, always) for p in placements], "states")
+    lines += moment_lines(placements, choice, time)
     lines.append(Line("optim.scalars", NUM_SCALARS * FP32, (always,), "states"))
     if choice.precision == "fp16":
         lines.append(Line("optim.loss_scale", NUM_SCALE_SCALARS * FP32, (always,), "states"))
     lines.append(Line("optim.norms", norm_bytes(placements, choice), (always,), "states"))
     lines.append(Line("optim.table", table_bytes(placements, choice), (always,), "states"))
     return lines
+
+
+def moment_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """What the optimizer keeps of each unit, and what its step holds for a moment. See [Note: optimizer bytes].
+
+    Without master weights a ringed unit keeps a shard in the compute dtype, from which its slot is filled.
+    """
+    kind, always = kind_of(choice.optimizer), time.always
+    shares = choice.world_size if shards_states(choice) else 1
+    lines: list[Line] = []
+    for state in kind.states:
+        rows = [(p, state.nbytes(p.unit, p.owned_numel, shares), always) for p in placements]
+        lines += by_class(f"optim.{state.name}", rows, "states")
+    if not kind.master:
+        shards = [(p, p.owned_numel * choice.itemsize, always) for p in placements if p.ringed]
+        lines += by_class("params.shard", shards, "states")
+    if kind.workspace is not None:
+        workspace = workspace_bytes(kind.name, tuple(p.unit for p in placements))
+        lines.append(Line("optim.workspace", workspace, ((time.at("step"),) * 2,), "buffers"))
+    return [_as_estimate(line, kind) for line in lines]
+
+
+def _as_estimate(line: Line, kind: OptimizerKind) -> Line:
+    return line if kind.runnable else replace(line, source="estimate", note=kind.note or f"{kind.name} as published")
 
 
 def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[int, int]) -> list[Line]:

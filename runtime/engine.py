@@ -20,6 +20,7 @@ from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import place_units
+from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.arena import Arena
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
@@ -435,8 +436,11 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
-    """The planner's `Choice` for what this process will allocate. `seq` stands for what the config says, else 0."""
-    return Choice(
+    """The planner's `Choice` for what this process will allocate; refused where a key of it can't be run.
+
+    `seq` stands for what the config says, else 0.
+    """
+    choice = Choice(
         stage=training.stage,
         world_size=mesh.world_size,
         micro_batch=training.micro_batch,
@@ -449,4 +453,9 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
         saving=training.saving,
+        optimizer=training.optimizer,
+        reduce_dtype=training.reduce_dtype,
+        offload=training.offload,
     )
+    refuse_unrunnable(choice)
+    return choice

@@ -124,7 +124,9 @@ def test_what_is_left_out_has_deepspeeds_meaning():
         ({"zero_optimization": {"stage": "2"}}, 'is the string "2"', "whole number"),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "is the number 0", "at least 1"),
         ({"zero_optimization": True}, "is true", "an object"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "`offload_optimizer`", '"none"'),
+        ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, "`device`", "nvme"),
+        ({"zero_optimization": {"offload_optimizer": {"super_offload": True}}}, "`super_offload`", "leave it out"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "`offload_param`", '"offload_optimizer"'),
         ({"zero_optimization": {"overlap_comm": "true"}}, 'is the string "true"', "without quotes"),
         ({"bf16": {"enabled": "true"}}, 'the string "true"', "without quotes"),
         ({"steps_per_print": "auto"}, 'is "auto"', "write a whole number"),
@@ -139,8 +141,9 @@ def test_what_is_left_out_has_deepspeeds_meaning():
             "`activation_checkpointing`",
             "--checkpointing",
         ),
-        ({"communication_data_type": "bf16"}, "`communication_data_type`", "fp32"),
-        ({"optimizer": {"type": "Lion"}}, "optimizer `Lion` is not built yet", "AdamW"),
+        ({"communication_data_type": "fp16"}, "`communication_data_type`", ""),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer `OneBitAdam` is not built yet", "AdamW"),
+        ({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, "`momentum` of `params`", "betas"),
         ({"optimizer": {"type": "AdmW"}}, "unknown optimizer `AdmW`", "`adamw`"),
         ({"optimizer": {"params": {}}}, "has no `type`", "AdamW"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "clips nothing", "gradient_clipping"),
@@ -228,6 +231,7 @@ def test_auto_is_settled_and_told():
         "eps": 1e-8,
         "weight_decay": 0.1,
         "stage": 2,
+        "optimizer": "adamw",
     }
     assert sum('is "auto"' in n for n in notes) == 11
     assert any("`train_batch_size`" in n and "zplan chooses" in n for n in notes)
