@@ -23,7 +23,7 @@ from functools import lru_cache
 from operator import mul
 
 from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
-from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision
+from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision, Runtime
 from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, StepTape
 from zplan.planner.ledger import Line, Source
@@ -241,6 +241,7 @@ def simulation(arch: Architecture, choice: Choice) -> Simulation:
         choice.attention,
         1 if choice.micro_batch == 1 else PRIME_B,
         1 if choice.seq == 1 else PRIME_T,
+        choice.runtime,
     )
 
 
@@ -273,11 +274,18 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     attention: Attention,
     batch: int,
     seq: int,
+    runtime: Runtime,
 ) -> Simulation:
-    table = DEVICES[device]
-    tape = Tape(in_place_accumulation=table.in_place_accumulation)
-    make = DecoderTape if arch.runnable else _class_tape(arch)
-    run = make(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
+    table, units = DEVICES[device], decoder_units(arch)
+    make: type[StepTape] = DecoderTape if arch.runnable else _class_tape(arch)
+    if runtime == "zplan":
+        tape = Tape(in_place_accumulation=table.in_place_accumulation)
+        run = make(Aten(tape, table), arch, units, ITEMSIZE[precision])
+    else:
+        from zplan.planner.peer_tape import steps_for, tape_for
+
+        tape = tape_for(runtime, units, in_place_accumulation=table.in_place_accumulation)
+        run = steps_for(make, tape, table, runtime, arch, precision)
     run.step(batch, seq, checkpointing, attention)
     return _read(tape)
 

@@ -7,7 +7,7 @@ block function, and a row in `BLOCKS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from zplan.planner.aten import BOOL, FP32, INT64, Aten
@@ -182,6 +182,8 @@ class StepTape(ABC):
 class DecoderTape(StepTape):
     """`runtime/decoder.py`."""
 
+    blocks: Mapping[str, Callable[[Aten, Params, Architecture, Attention], Block]] = BLOCKS
+
     def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
         op, arch, p = self.op, self.arch, self.params
         t = ids.shape[1]
@@ -195,7 +197,7 @@ class DecoderTape(StepTape):
         for i in range(arch.layers):
             prefix = f"blocks.{i}."
             params = {k.removeprefix(prefix): v for k, v in p.items() if k.startswith(prefix)}
-            block = BLOCKS[arch.family](op, params, arch, attention)
+            block = self.blocks[arch.family](op, params, arch, attention)
             if checkpointing == "full":
                 x = self.unit(prefix[:-1], partial(self.tape.checkpoint, block), x, *tables)
             else:
