@@ -158,9 +158,9 @@ def front(search: Search, most: int) -> Front:
                 break
             time = search.time(choice)
             if time is None:
-                why = "no card is named" if search.hardware.gpu is None else f"none can be told for {choice.precision}"
                 raise ZplanError(
-                    f"--top compares step times, and {why}", "name a card of `zplan gpus` with --gpu, and use bf16"
+                    f"--top compares step times: {search.why_untimed(choice)}",
+                    "name a card of `zplan gpus` with --gpu, and use --precision bf16",
                 )
             only = bool(limits(choice, spec))
             fitting.append(Run(row, time, only))

@@ -170,8 +170,7 @@ def _over(row: Row) -> str:
 def _time(e: Estimate) -> list[str]:
     """How long a step takes, by stage, and what sets it."""
     if not e.timings:
-        what = "a dtype whose peak is known" if e.hardware.gpu else "a card (--gpu)"
-        return [f"Step time: none can be told without {what}; the lowest stage that fits moves least"]
+        return [f"Step time: none is told, as {e.untimed}; the lowest stage that fits moves least"]
     from zplan.planner.timing import assumptions, timing_rows
 
     head, *rows = timing_rows(e)

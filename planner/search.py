@@ -260,6 +260,16 @@ class Search:
         """Predicted time of one optimizer step; None where it can't be told."""
         return None if self.clock is None else self.clock.time(choice, self.folding(choice))
 
+    def why_untimed(self, choice: Choice) -> str:
+        """Why `time` tells none."""
+        if choice.runtime != "zplan":
+            return "step times are those of zplan's runtime"
+        if self.hardware.gpu is None or choice.device == "cpu":
+            return "no card is named (--gpu)"
+        if self.clock is None:
+            return "the model's ops are not counted"
+        return f"no peak of {self.hardware.gpu} in {choice.precision} is known"
+
     def traffic(self, choice: Choice) -> Traffic:
         """Bytes that one rank moves in a step."""
         if not foldable(choice):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from zplan.planner.config import Choice
 from zplan.planner.cost import Cost, cost
-from zplan.planner.errors import ZplanError
 from zplan.planner.speeds import GB
 from zplan.planner.step_time import StepTime
 
@@ -31,18 +30,12 @@ class Timing:
 
 
 def timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
-    """A timing for each row; empty where the dtype's peak is not known."""
+    """A timing for each row, of which all can be timed."""
     found = []
     for row in rows:
         c = row.choice
         time = search.time(c)
-        if time is None:
-            if search.request.goal.asked:
-                raise ZplanError(
-                    f"no step time can be told for {search.hardware.gpu} in {c.precision}, and so no hours",
-                    "use --precision bf16 or a card whose peak `zplan gpus` knows",
-                )
-            return ()
+        assert time is not None, search.why_untimed(c)
         found.append(
             Timing(
                 c,

@@ -81,9 +81,9 @@ def test_top_in_text_and_json(run):
 
 
 def test_top_needs_times():
-    with pytest.raises(ZplanError, match="--top compares step times, and no card is named"):
+    with pytest.raises(ZplanError, match="--top compares step times: no card is named"):
         ask(make_request({"params": "1e9", "gpus": 8, "mem": 24}), {"top": 3})
-    with pytest.raises(ZplanError, match="--top compares step times, and none can be told for fp32"):
+    with pytest.raises(ZplanError, match="--top compares step times: no peak of H200 SXM 141GB in fp32"):
         ask(make_request({"params": "1e9", "gpus": 8, "gpu": "H200", "precision": "fp32"}), {"top": 3})
 
 

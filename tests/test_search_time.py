@@ -154,9 +154,9 @@ def test_goals_that_are_refused(asked, message):
 
 
 def test_hours_need_a_card():
-    with pytest.raises(ZplanError, match="no step time can be told, as no card is named"):
+    with pytest.raises(ZplanError, match="no hours can be told: no card is named"):
         zplan.estimate(params="7e9", gpus=8, mem=24, tokens="1e9")
-    with pytest.raises(ZplanError, match="no step time can be told for RTX 4090 in fp32"):
+    with pytest.raises(ZplanError, match="no hours can be told: no peak of RTX 4090 in fp32 is known"):
         zplan.estimate(params="1e9", gpus=8, gpu="RTX 4090", precision="fp32", tokens="1e9")
 
 
