@@ -272,7 +272,7 @@ class Search:
 
     def traffic(self, choice: Choice) -> Traffic:
         """Bytes that one rank moves in a step."""
-        if not foldable(choice):
+        if not foldable(choice) or choice.offload.optimizer != "none":
             return traffic(self.model.spec, choice)
         per_model = self.folding(choice).affine
         return Traffic(
