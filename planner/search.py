@@ -111,6 +111,13 @@ class Search:
 
     def __post_init__(self) -> None:
         self.seq = self._seq()
+        if self.request.get("precision") == "bf16" and not self.hardware.bf16:
+            by = self.request.fixed_by["precision"]
+            raise ZplanError(
+                f"{by} asks for bf16, which a {self.hardware.gpu} (compute capability "
+                f"{self.hardware.compute_capability}) does not compute in",
+                "use --precision fp16, or a card of Ampere or later",
+            )
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
@@ -176,6 +183,8 @@ class Search:
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
+        if not self.hardware.bf16:
+            fixed.setdefault("precision", "fp16")
         if offload is not None:
             fixed["offload"] = offload
         if "offload" in fixed and stage < 3:
