@@ -115,6 +115,7 @@ def assumptions(e: Estimate) -> str:
     assert at is not None, "timed without speeds"
     parts = [
         f"matrix products at {at.efficiency:g} of {at.peak_flops / 1e12:,.0f} TFLOP/s (--efficiency)",
+        f"attention at {at.attention:g}",
         f"memory at {at.hbm / GB:,.0f} GB/s",
     ]
     if e.hardware.world_size > 1:
