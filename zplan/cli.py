@@ -127,7 +127,7 @@ QUESTION = (
     click.option("--host-mem", metavar="SIZE", help="Memory per node."),
     click.option("--nvme", metavar="SIZE", help="Disk space per node for what is offloaded there."),
     click.option("--margin", metavar="SIZE|%", help="Keep this free beyond the interval of the total.  [default: 0]"),
-    click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the lowest that fits]"),
+    click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the fastest that fits]"),
     click.option("--offload", metavar="TO", help="Of the optimizer: none, cpu or nvme.  [default: none]"),
     click.option("--offload-params", metavar="TO", help="Of parameters, stage 3: none, cpu or nvme.  [default: none]"),
     click.option("--offload-ratio", type=float, metavar="SHARE", help="Of the elements, 0 to 1.  [default: 1]"),
