@@ -27,7 +27,7 @@ from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Dev
 from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, StepTape
 from zplan.planner.ledger import Line, Source
-from zplan.planner.models import Architecture, ModelSpec, decoder_units
+from zplan.planner.models import Adapters, Architecture, ModelSpec, Unit, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
 
 BATCH_PHASES = ("idle", "step")
@@ -120,7 +120,7 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
     if not counted(spec):
         return ()
     arch = _architecture(spec, choice)
-    sim = _simulation(arch, choice)
+    sim = _simulation(arch, choice, spec.adapters)
     at = {name: i for i, name in enumerate(phases)}
     scale = _scale(arch, choice)
     found: dict[str, dict[int, list[tuple[int, int]]]] = {}
@@ -148,13 +148,14 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             real = _real(phase, unit, i, arch.layers)
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
-    return tuple(_lines(found, "derived" if arch.runnable else "estimate"))
+    exact = arch.runnable and not (spec.adapters and spec.adapters.quantized)
+    return tuple(_lines(found, "derived" if exact else "estimate"))
 
 
 def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
     """Numbers of each unit; those of a block that is not the last, where there is one, under `block`."""
     arch = _architecture(spec, choice)
-    sim = _simulation(arch, choice)
+    sim = _simulation(arch, choice, spec.adapters)
     scale = _scale(arch, choice)
     working = {p: max(_dot(v, scale) for v in levels) for p, levels in zip(sim.phases, sim.working, strict=True)}
     out = {}
@@ -220,10 +221,11 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     return monomials(b, t, (tokens, placed, typed))
 
 
-def _simulation(arch: Architecture, choice: Choice) -> Simulation:
+def _simulation(arch: Architecture, choice: Choice, adapters: Adapters | None) -> Simulation:
     small = replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
     return _simulate(
         small,
+        adapters,
         choice.device,
         choice.precision,
         choice.checkpointing,
@@ -236,6 +238,7 @@ def _simulation(arch: Architecture, choice: Choice) -> Simulation:
 @lru_cache(maxsize=64)
 def _simulate(  # noqa: PLR0913  (the key of the cache)
     arch: Architecture,
+    adapters: Adapters | None,
     device: Device,
     precision: Precision,
     checkpointing: Checkpointing,
@@ -246,9 +249,18 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     table = DEVICES[device]
     tape = Tape(in_place_accumulation=table.in_place_accumulation)
     make = DecoderTape if arch.runnable else _class_tape(arch)
-    run = make(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
+    run = make(Aten(tape, table), arch, _units(arch, adapters), ITEMSIZE[precision])
     run.step(batch, seq, checkpointing, attention)
     return _read(tape)
+
+
+def _units(arch: Architecture, adapters: Adapters | None) -> tuple[Unit, ...]:
+    """Units of a shape, with adapters where there are any."""
+    if adapters is None:
+        return decoder_units(arch)
+    from zplan.planner.adapters import adapt
+
+    return adapt(ModelSpec("", decoder_units(arch), arch), adapters).units
 
 
 def _read(tape: Tape) -> Simulation:

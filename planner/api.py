@@ -96,13 +96,15 @@ class Estimate:
 
     def textbook(self) -> tuple[int, ...]:
         """Bytes of model states by stage, as textbooks count them."""
-        return tuple(textbook_states(self.model.num_params, s, self.hardware.world_size) for s in STAGES)
+        m, n = self.model, self.hardware.world_size
+        frozen = m.frozen_bytes(2)
+        return tuple(textbook_states(m.reckoned_params, s, n) + -(-frozen // (n if s == 3 else 1)) for s in STAGES)
 
     def textbook_traffic(self) -> tuple[int, ...]:
         """Bytes sent per step by stage, as textbooks count them, for the accumulation of each row."""
         return tuple(
             textbook_traffic(
-                self.model.num_params, s, world_size=self.hardware.world_size, accumulation=r.choice.accumulation
+                self.model.reckoned_params, s, world_size=self.hardware.world_size, accumulation=r.choice.accumulation
             )
             for s, r in zip(STAGES, self.rows, strict=True)
         )
@@ -137,6 +139,10 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     device: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
+    lora: int | None = None,
+    lora_targets: str | None = None,
+    lora_embeddings: bool = False,
+    qlora: bool = False,
 ) -> Estimate:
     """Say whether a training fits and how zplan would run it.
 
@@ -164,6 +170,9 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         A DeepSpeed config, a path or a mapping; fixes what it names.
     offline
         Never touch the network.
+    lora, lora_targets, lora_embeddings, qlora
+        Freeze the model and train adapters of this rank beside its linear maps: `q,v`, `attention`, `all-linear` or
+        names with commas; embedding and head in full beside them; the frozen linear maps in 4 bits.
 
     Examples
     --------
@@ -208,9 +217,18 @@ def _with_ring(request: Request, model: Model) -> Request:
     return replace(request, settings=settings, fixed={**request.fixed, "ring_slots": slots}, fixed_by=fixed_by)
 
 
+def _tuned(model: Model, request: Request) -> Model:
+    """The model with the adapters that were asked for."""
+    if request.tuning is None:
+        return model
+    from zplan.planner.adapters import adapted_model
+
+    return adapted_model(model, request.tuning)
+
+
 def open_search(request: Request, *, remainder: bool) -> Search:
     """The model and the machine of a request."""
-    model = model_from(request.model, request.params, offline=request.offline)
+    model = _tuned(model_from(request.model, request.params, offline=request.offline), request)
     request = _with_ring(request, model)
     hardware = hardware_from(
         gpus=request.gpus,
@@ -255,6 +273,10 @@ def plan(  # noqa: PLR0913 - as `estimate`
     device: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
+    lora: int | None = None,
+    lora_targets: str | None = None,
+    lora_embeddings: bool = False,
+    qlora: bool = False,
 ) -> Plan:
     """Choose as `estimate` does and return the plan that `zplan run` and `zplan.initialize` take.
 
@@ -297,7 +319,7 @@ def make_plan(request: Request) -> Plan:
     notes = _notes(search)
     if search.model.assumed:
         missing, asked = search.model.missing_params, search.model.num_params
-        count = f"{search.model.spec.num_params:,} parameters, {format_percent(missing, asked)} fewer than asked"
+        count = f"{search.model.shape_params:,} parameters, {format_percent(missing, asked)} fewer than asked"
         notes = (*notes, f"the plan is for the assumed shape itself: {count}")
     return Plan(
         asked=dict(request.asked),

@@ -34,19 +34,20 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
 
     Stage 0 all-reduces whole gradients at the last micro-step; stage 1 reduce-scatters them there, stages 2 and 3
     at every micro-step. Stages 1 and 2 gather every unit once, after the step. At stage 3 so do resident units; the
-    others are gathered as `ring_gathers` says.
+    others are gathered as `ring_gathers` says. Frozen parameters are never reduced, and resident ones never gathered.
     """
     n, k = choice.world_size, choice.accumulation
     if n == 1:
         return Traffic(0, 0)
     if placements is None:
         placements = place(spec, choice)
-    sent = sum(p.layout.padded_numel for p in placements) // n * (n - 1)
+    trained = [p for p in placements if not p.frozen]
+    sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1)
     if not shards_states(choice):
         return Traffic(0, 2 * sent * choice.reduce_itemsize)
     ringed = Counter(p.size_class for p in placements if p.ringed)
     numel = {p.size_class: p.layout.padded_numel for p in placements if p.ringed}
-    resident = sum(p.layout.padded_numel for p in placements if not p.ringed)
+    resident = sum(p.layout.padded_numel for p in trained if not p.ringed)
     gathered = resident + sum(
         numel[name] * ring_gathers(count, choice.ring_slots, accumulation=k) for name, count in ringed.items()
     )

@@ -12,7 +12,7 @@ from functools import partial
 
 from zplan.planner.aten import BOOL, FP32, INT64, Aten
 from zplan.planner.config import Attention, Checkpointing
-from zplan.planner.models import Architecture, Unit
+from zplan.planner.models import LORA_A, LORA_B, Architecture, Unit
 from zplan.planner.tape import UnitGradients, Value
 
 Params = dict[str, Value]
@@ -140,14 +140,25 @@ class StepTape(ABC):
         for u in units:
             gradients = UnitGradients(u.name)
             for p in u.params:
-                self.params[p.name] = self.tape.parameter(p.shape, itemsize, gradients)
+                if u.frozen:
+                    self.params[p.name] = self.tape.buffer(p.shape, itemsize)
+                else:
+                    self.params[p.name] = self.tape.parameter(p.shape, itemsize, gradients)
+            op.quantized.update(self.params[p.name].storage for p in u.params if u.quantized)
+        for name, first in self.params.items():
+            if name.endswith(LORA_A):
+                base = name.removesuffix(LORA_A)
+                op.adapters[self.params[f"{base}.weight"].storage] = (first, self.params[base + LORA_B])
 
     def unit(self, name: str, run: Block, *inputs: Value) -> Value:
         """Call a unit between its phases."""
         self.tape.enter(f"forward.{name}")
-        out = run(*inputs)
-        assert out.node is not None
-        out.node.on_gradient = f"backward.{name}"
+        return self.watch(run(*inputs), name)
+
+    def watch(self, out: Value, name: str) -> Value:
+        """Let a unit's backward begin with the gradient of its output, unless everything up to it is frozen."""
+        if out.node is not None:
+            out.node.on_gradient = f"backward.{name}"
         return out
 
     @abstractmethod
@@ -172,9 +183,7 @@ class DecoderTape(StepTape):
     def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
         op, arch, p = self.op, self.arch, self.params
         t = ids.shape[1]
-        x = op.embedding(p["embed.weight"], ids)
-        assert x.node is not None
-        x.node.on_gradient = "backward.embed"
+        x = self.watch(op.embedding(p["embed.weight"], ids), "embed")
         tables: tuple[Value, ...] = ()
         if arch.family == "llama":
             tables = rotary_tables(op, arch, t, self.itemsize)

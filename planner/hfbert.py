@@ -44,9 +44,7 @@ class BertTape(StepTape):
         return op.linear(x, weight, p["cls.predictions.bias"])
 
     def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        embedded = self.embed(ids)
-        assert embedded.node is not None
-        embedded.node.on_gradient = "backward.embed"
+        embedded = self.watch(self.embed(ids), "embed")
         hidden = embedded
         for i in range(self.arch.layers):
             run = self.block(i, attention).run

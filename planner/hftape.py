@@ -24,9 +24,10 @@ class ClassTape(StepTape):
     def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int) -> None:
         super().__init__(op, arch, units, itemsize)
         self.style = STYLES[arch.family]
-        self.by_unit: dict[str, Params] = {
-            u.name: {_short(u, p.name): self.params[p.name] for p in u.params} for u in units
-        }
+        self.by_unit: dict[str, Params] = {"head": {}}
+        for u in units:
+            found = self.by_unit.setdefault(u.base_name, {})
+            found.update((_short(u, p.name), self.params[p.name]) for p in u.params)
 
     def layers(
         self,
@@ -50,9 +51,7 @@ class ClassTape(StepTape):
         out = self.op.embedding(self.by_unit["embed"]["weight"], ids)
         # The factor is a buffer of the model.
         out = self.op.scale(out) if self.style.scaled else out
-        assert out.node is not None
-        out.node.on_gradient = "backward.embed"
-        return out
+        return self.watch(out, "embed")
 
     def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
         if self.style.rotation is None:
@@ -160,5 +159,5 @@ class ClassTape(StepTape):
 def _short(unit: Unit, name: str) -> str:
     """A parameter's name within its block; in other units, its last part."""
     if unit.kind == "block":
-        return name.split(f".{unit.name.rpartition('.')[2]}.", 1)[1]
+        return name.split(f".{unit.base_name.rpartition('.')[2]}.", 1)[1]
     return name.rpartition(".")[2]

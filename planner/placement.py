@@ -11,7 +11,7 @@ resident. On one rank nothing is sharded, whatever the stage.
 [Note: frozen] Frozen parameters are units of their own beside the trainable ones of the same module: no master, no
 moments, no gradient. A ringed one is cast from a shard in its own dtype (the compute dtype), so at stage 3 a frozen
 base costs 2P/N in bf16. A resident one (stages 0 to 2, embedding, head, integers) is whole on every rank and never
-gathered again.
+gathered again. Weights of 4 bits are resident everywhere, like integers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
 from zplan.planner.models import ModelSpec, Unit
 from zplan.planner.optimizers import kind_of
+
+NF4_CLASS = "nf4"
+"""Size class of weights of 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,11 @@ class Placement:
         return not self.frozen or self.ringed
 
     def buffer_bytes(self, choice: Choice) -> int:
-        """Of the whole unit as compute reads it."""
+        """Of the whole unit as compute reads it; of a quantized one as it is kept."""
+        if self.unit.quantized:
+            from zplan.planner.adapters import nf4_bytes
+
+            return sum(nf4_bytes(p.numel) for p in self.unit.params)
         return self.layout.padded_numel * (self.unit.itemsize or choice.itemsize)
 
 
@@ -98,7 +105,8 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
     count = Counter(names)
     out, seen = [], Counter[str]()
     for u, lay, name in zip(units, layouts, names, strict=True):
-        in_ring = u.kind == "block" and u.name not in tied and u.itemsize is None and count[name] > choice.ring_slots
+        own_dtype = u.itemsize is not None or u.quantized
+        in_ring = u.kind == "block" and u.name not in tied and not own_dtype and count[name] > choice.ring_slots
         ringed = choice.sharded and in_ring
         shares = ringed if u.frozen else shards_states(choice)
         owned = lay.shard_numel if shares else lay.padded_numel
@@ -131,6 +139,9 @@ def _size_classes(units: Sequence[Unit], layouts: Sequence[UnitLayout]) -> list[
     for u, lay in zip(units, layouts, strict=True):
         if u.kind != "block":
             out.append(u.name)
+            continue
+        if u.quantized:
+            out.append(NF4_CLASS)
             continue
         size = (lay.padded_numel, lay.numel, u.itemsize)
         known = sizes[u.frozen]

@@ -12,7 +12,7 @@ from zplan.planner.dsconfig import EXTRAS, TrainingConfig, to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Ledger, Line
-from zplan.planner.models import ModelSpec, architecture_values
+from zplan.planner.models import ModelSpec, adapter_values, architecture_values
 from zplan.planner.reading import read_json
 from zplan.planner.verdict import Decision
 from zplan.planner.writing import render, write_files
@@ -108,6 +108,7 @@ def _document(plan: Plan) -> dict[str, Any]:
             "source": plan.source,
             "num_params": plan.spec.num_params,
             "architecture": architecture_values(plan.spec.arch),
+            "adapters": adapter_values(plan.spec.adapters),
         },
         "hardware": {**asdict(plan.hardware), "notes": list(plan.hardware.notes)},
         "config": plan.ds_config(),

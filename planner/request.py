@@ -37,6 +37,16 @@ OPTION = {
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """Adapters that were asked for, before the model is known."""
+
+    rank: int
+    targets: str
+    embeddings: bool = False
+    quantized: bool = False
+
+
+@dataclass(frozen=True)
 class Request:
     """Everything that was asked for. None means: left open, zplan chooses."""
 
@@ -56,6 +66,8 @@ class Request:
     """Who made them: `--stage`, or the config's name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Learning rate and the like, from a config."""
+    tuning: Tuning | None = None
+    """Train adapters instead of the model itself."""
     offline: bool = False
     asked: Mapping[str, Any] = field(default_factory=dict)
     """The arguments as they were given, without those left out; JSON values."""
@@ -68,6 +80,7 @@ class Request:
 
 ARGUMENTS = (
     *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload", "config", "offline"),
+    *("lora", "lora_targets", "lora_embeddings", "qlora"),
     *OPTION,
 )
 """Names that `make_request` knows."""
@@ -104,10 +117,26 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,
+        tuning=_tuning(given),
         offline=bool(given.get("offline")),
         asked={name: _plain(given[name]) for name in ARGUMENTS if name in given},
         notes=notes,
     )
+
+
+def _tuning(given: Mapping[str, Any]) -> Tuning | None:
+    """What the four options about adapters say together. QLoRA's paper adapts every linear map, LoRA's q and v."""
+    for name in ("lora_targets", "lora_embeddings", "qlora"):
+        if name in given and "lora" not in given:
+            raise ZplanError(f"`--{name.replace('_', '-')}` needs the rank of the adapters", "add --lora 16")
+    if "lora" not in given:
+        return None
+    quantized = bool(given.get("qlora"))
+    words = given.get("lora_targets", "all-linear" if quantized else "q,v")
+    if not isinstance(words, str):
+        raise ZplanError(f"`lora_targets` is {words!r}", 'give text, such as "q,v"')
+    rank = _whole("--lora", given["lora"])
+    return Tuning(rank, words, embeddings=bool(given.get("lora_embeddings")), quantized=quantized)
 
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {

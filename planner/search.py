@@ -23,7 +23,7 @@ from zplan.planner.overhead import overhead_lines
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
 from zplan.planner.sources import Model
-from zplan.planner.textbook import runtime_rate
+from zplan.planner.textbook import Rate, runtime_rate
 from zplan.planner.timeline import timeline
 
 STAGES = (0, 1, 2, 3)
@@ -158,7 +158,8 @@ class Search:
         missing = self.model.missing_params
         if not self.remainder or not missing:
             return ()
-        rate = runtime_rate(choice)
+        whole = Rate(0, choice.itemsize) if choice.sharded else Rate(choice.itemsize, 0)
+        rate = whole if self.model.spec.adapters else runtime_rate(choice)
         note = f"{missing:,} parameters that the assumed shape lacks, at {rate.formula()} bytes"
         nbytes = rate.of(missing, choice.world_size)
         always = (0, len(self.phases) - 1)

@@ -357,7 +357,9 @@ class Tape:
     def _call(self, node: Node, gradients: Gradients) -> Gradients:
         outputs = node.backward(gradients, [self._unpack(s) for s in node.saved])
         for i, edge in enumerate(node.edges):
-            if edge is not None and outputs[i] is not None:
+            if edge is None:
+                outputs[i] = None  # Nobody needs it, though a kernel made it with the others.
+            elif outputs[i] is not None:
                 self._fit(outputs, i, edge)
         return outputs
 

@@ -138,6 +138,10 @@ QUESTION = (
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
+    click.option("--lora", type=int, metavar="RANK", help="Freeze the model and train adapters of this rank."),
+    click.option("--lora-targets", metavar="NAMES", help="q,v; attention; all-linear; or names.  [default: q,v]"),
+    click.option("--lora-embeddings", is_flag=True, help="Train embedding and head in full beside the adapters."),
+    click.option("--qlora", is_flag=True, help="Keep the frozen linear maps in 4 bits (nf4)."),
     click.option("--offline", is_flag=True, help="Never touch the network."),
 )
 """Options of `estimate` and `plan`, by the names of `request.ARGUMENTS`."""
