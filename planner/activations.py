@@ -18,14 +18,14 @@ of a tied weight, which autograd keeps until the embedding's has come.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import mul
 
 from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
-from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision
+from zplan.planner.config import ITEMSIZE, Choice, Device, Precision
 from zplan.planner.errors import ZplanError
-from zplan.planner.families import DecoderTape, StepTape
+from zplan.planner.families import DecoderTape, Recipe, StepTape
 from zplan.planner.ledger import Line, Source
 from zplan.planner.models import Adapters, Architecture, ModelSpec, Unit, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
@@ -35,6 +35,17 @@ BATCH_PHASES = ("idle", "step")
 before, and its loss, there."""
 
 SIMULATED_BLOCKS = 3
+"""A first, a middle and a last block."""
+
+SIMULATED_ADAPTED = 4
+"""The first block of a frozen base is another than the middle ones, since no gradient leaves it, so that one of these
+stands for the others and a second one for what borders on the first.
+"""
+
+CLASS_SPREAD = 3
+"""Per cent by which the op lists of Hugging Face classes, exact on a CPU, may be off on a GPU, where they were not
+measured. The largest difference seen there of an op list that was is 0.45 % of a phase.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,12 +61,24 @@ class Held:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step on a tape. `working[p]`: levels of phase p above what is held in it; `detail`: what each unit saves."""
+    """One step on a tape. `working[p]`: levels of phase p above what is held in it; `detail`: what each unit saves.
+
+    `flops[p]` and `written[p]`: the operations of phase p's matrix products, and the bytes that its other ops write.
+    """
 
     phases: tuple[str, ...]
     held: tuple[Held, ...]
     working: tuple[tuple[Level, ...], ...]
     detail: tuple[tuple[str, str, Level], ...]
+    blocks: int
+    """How many blocks ran; of a deeper model the last but one stands for those in between."""
+    flops: tuple[Level, ...]
+    written: tuple[Level, ...]
+
+    @property
+    def middle(self) -> str:
+        """The block that stands for most."""
+        return f"blocks.{max(0, self.blocks - 2)}"
 
 
 @dataclass(frozen=True)
@@ -120,7 +143,7 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
     if not counted(spec):
         return ()
     arch = _architecture(spec, choice)
-    sim = _simulation(arch, choice, spec.adapters)
+    sim = simulation(arch, choice, spec.adapters)
     at = {name: i for i, name in enumerate(phases)}
     scale = _scale(arch, choice)
     found: dict[str, dict[int, list[tuple[int, int]]]] = {}
@@ -131,8 +154,8 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
 
     for held in sim.held:
         nbytes = _dot(held.level, scale)
-        for i in _instances(held.unit, arch.layers):
-            first, last = (_real(sim.phases[p], held.unit, i, arch.layers) for p in (held.first, held.last))
+        for i in _instances(held.unit, arch.layers, sim.blocks):
+            first, last = (_real(sim.phases[p], held.unit, i, arch.layers, sim.blocks) for p in (held.first, held.last))
             if held.id.startswith("data."):
                 first, last = BATCH_PHASES
             put(held.id, nbytes, first, last)
@@ -144,8 +167,8 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
         kernel = min(-kernel, total)
         pass_, _, unit = phase.partition(".")
         line_id = f"{_kind(unit or pass_)}.{pass_ if unit else 'forward'}"
-        for i in _instances(unit, arch.layers):
-            real = _real(phase, unit, i, arch.layers)
+        for i in _instances(unit, arch.layers, sim.blocks):
+            real = _real(phase, unit, i, arch.layers, sim.blocks)
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
     exact = arch.runnable and not (spec.adapters and spec.adapters.quantized)
@@ -155,13 +178,12 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
 def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
     """Numbers of each unit; those of a block that is not the last, where there is one, under `block`."""
     arch = _architecture(spec, choice)
-    sim = _simulation(arch, choice, spec.adapters)
+    sim = simulation(arch, choice, spec.adapters)
     scale = _scale(arch, choice)
     working = {p: max(_dot(v, scale) for v in levels) for p, levels in zip(sim.phases, sim.working, strict=True)}
     out = {}
-    stands_for_all = "blocks.1" if arch.layers >= SIMULATED_BLOCKS else "blocks.0"
     for unit in dict.fromkeys(p.partition(".")[2] for p in sim.phases if p.startswith("forward.")):
-        if unit.startswith("blocks.") and unit != stands_for_all:
+        if unit.startswith("blocks.") and unit != sim.middle:
             continue
         detail = tuple((label, _dot(level, scale)) for u, label, level in sim.detail if u == unit)
         forward, backward, reduce = (working.get(f"{x}.{unit}", 0) for x in ("forward", "backward", "reduce"))
@@ -221,18 +243,43 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     return monomials(b, t, (tokens, placed, typed))
 
 
-def _simulation(arch: Architecture, choice: Choice, adapters: Adapters | None) -> Simulation:
-    small = replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
+def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = None) -> Simulation:
+    """The tape of a step of the first, a middle and the last block, for every batch and sequence at once."""
+    small = replace(arch, layers=min(arch.layers, SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS))
     return _simulate(
         small,
         adapters,
         choice.device,
         choice.precision,
-        choice.checkpointing,
-        choice.attention,
+        _recipe(choice),
         1 if choice.micro_batch == 1 else PRIME_B,
         1 if choice.seq == 1 else PRIME_T,
     )
+
+
+def _recipe(choice: Choice) -> Recipe:
+    return Recipe(**{f.name: getattr(choice, f.name) for f in fields(Recipe)})
+
+
+def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
+    """Peak bytes of each phase of a forward under `torch.no_grad`, inputs and loss included.
+
+    Blocks are all alike there, since nothing is kept for a backward: `forward.blocks.1` stands for those in between.
+    """
+    arch = _architecture(spec, choice)
+    table, small = DEVICES[choice.device], replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
+    tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
+    make = DecoderTape if arch.runnable else _class_tape(arch)
+    batch = 1 if choice.micro_batch == 1 else PRIME_B
+    seq = 1 if choice.seq == 1 else PRIME_T
+    recipe = replace(_recipe(choice), checkpointing="none")
+    make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(batch, seq)
+    scale = _scale(arch, choice)
+    return {
+        phase: max(_dot(v, scale) for v in levels)
+        for phase, levels in zip(tape.phases, tape.levels, strict=True)
+        if phase != "idle"
+    }
 
 
 @lru_cache(maxsize=64)
@@ -241,17 +288,16 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     adapters: Adapters | None,
     device: Device,
     precision: Precision,
-    checkpointing: Checkpointing,
-    attention: Attention,
+    recipe: Recipe,
     batch: int,
     seq: int,
 ) -> Simulation:
     table = DEVICES[device]
     tape = Tape(in_place_accumulation=table.in_place_accumulation)
     make = DecoderTape if arch.runnable else _class_tape(arch)
-    run = make(Aten(tape, table), arch, _units(arch, adapters), ITEMSIZE[precision])
-    run.step(batch, seq, checkpointing, attention)
-    return _read(tape)
+    run = make(Aten(tape, table), arch, _units(arch, adapters), ITEMSIZE[precision], recipe)
+    run.step(batch, seq)
+    return _read(tape, arch.layers)
 
 
 def _units(arch: Architecture, adapters: Adapters | None) -> tuple[Unit, ...]:
@@ -263,7 +309,7 @@ def _units(arch: Architecture, adapters: Adapters | None) -> tuple[Unit, ...]:
     return adapt(ModelSpec("", decoder_units(arch), arch), adapters).units
 
 
-def _read(tape: Tape) -> Simulation:
+def _read(tape: Tape, blocks: int) -> Simulation:
     """Sort the storages of a finished tape into lines."""
     turn = tape.phases.index("backward.loss")
     spans = {s: span for s in tape.storages if s.coefficient and (span := _span(tape, s, turn))}
@@ -298,6 +344,9 @@ def _read(tape: Tape) -> Simulation:
             for s, (_, last) in spans.items()
             if s.born < turn <= last and s.label not in _NOT_SAVED
         ),
+        blocks,
+        tuple(map(tuple, tape.flops)),
+        tuple(map(tuple, tape.written)),
     )
 
 
@@ -342,25 +391,30 @@ def _kind(unit: str) -> str:
     return "block" if unit.startswith("blocks.") else unit
 
 
-def _instances(unit: str, layers: int) -> range:
+def _instances(unit: str, layers: int, blocks: int) -> range:
     """The real blocks that a simulated unit stands for; one dummy for units that are no block."""
     if not unit.startswith("blocks."):
         return range(1)
     k = int(unit[7:])
-    if layers <= SIMULATED_BLOCKS:
-        return range(k, k + 1)
-    return (range(1), range(1, layers - 1), range(layers - 1, layers))[k]
+    if k == blocks - 1:
+        return range(layers - 1, layers)
+    return range(k, layers - 1 if k == blocks - 2 else k + 1)
 
 
-def _real(phase: str, unit: str, instance: int, layers: int) -> str:
-    """Name in the real model of a simulated phase, seen from instance `instance` of a simulated unit."""
-    pass_, dot, k = phase.partition("blocks.")
-    if not dot or layers <= SIMULATED_BLOCKS:
+def _real(phase: str, unit: str, instance: int, layers: int, blocks: int) -> str:  # noqa: PLR0913
+    """Name in the real model of a simulated phase, seen from instance `instance` of a simulated unit.
+
+    A middle block sees its neighbours; what lies before it counts from the front, what lies behind from the back.
+    """
+    pass_, dot, number = phase.partition("blocks.")
+    if not dot or layers == blocks:
         return phase
-    if unit == "blocks.1":
-        return f"{pass_}blocks.{int(k) + instance - 1}"
-    near_front = unit in ("embed", "positions", "blocks.0")
-    return f"{pass_}blocks.{(0, 1 if near_front else layers - 2, layers - 1)[int(k)]}"
+    k, last = int(number), blocks - 1
+    if unit == f"blocks.{last - 1}":
+        return f"{pass_}blocks.{k + instance - last + 1}"
+    near_front = unit in ("embed", "positions") or (unit.startswith("blocks.") and int(unit[7:]) < last)
+    from_front = k < last if near_front else k == 0
+    return f"{pass_}blocks.{k if from_front else layers - blocks + k}"
 
 
 def _less(level: Level, s: Storage, times: int = 1) -> Level:
@@ -386,4 +440,6 @@ def _lines(found: dict[str, dict[int, list[tuple[int, int]]]], source: Source) -
         ordered = sorted(sizes.items(), key=lambda item: -len(item[1]))
         for n, (nbytes, spans) in enumerate(ordered):
             name = line_id if not n else f"{line_id}.other{n}"
-            yield Line(name, nbytes, tuple(sorted(spans)), "activations", source=source)
+            off = nbytes * CLASS_SPREAD // 100 if source == "estimate" else 0
+            low, high = (nbytes - off, nbytes + off) if source == "estimate" else (None, None)
+            yield Line(name, nbytes, tuple(sorted(spans)), "activations", source=source, low=low, high=high)

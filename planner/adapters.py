@@ -51,7 +51,7 @@ def linear_modules(spec: ModelSpec) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for u in spec.units:
         if u.kind == "block":
-            found.update((_module(u, p), None) for p in u.params if _is_linear(u, p))
+            found.update((_module(u, p), None) for p in u.params if _is_linear(u, p) and "lora_" not in p.name)
     return tuple(found)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from zplan.planner.ledger import Kind, Line
 from zplan.planner.models import adapter_values, architecture_values
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK, runtime_rate
@@ -29,6 +30,7 @@ def estimate_json(e: Estimate) -> str:
         "activations_counted": e.counted,
         "estimate_only": list(e.estimate_only),
         "peak_bytes": e.peak_bytes,
+        "peak_between_bytes": [e.row.low_bytes, e.row.high_bytes],
         "verdict": asdict(e.verdict),
         "asked": dict(e.request.asked),
         "chosen": [asdict(d) for d in e.decisions],
@@ -56,7 +58,7 @@ def estimate_json(e: Estimate) -> str:
         "one_gpu": row_json(e.single),
         "longest_seq": e.longest_seq,
         "remedies": [asdict(r) for r in e.remedies],
-        "lines": [{**asdict(x), "spans": len(x.spans), "live_at_peak": n} for x, n in _with_counts(e.row)],
+        "lines": [_line(x, n) for x, n in _with_counts(e.row)],
         "not_counted": list(e.not_counted),
         "notes": list(e.notes),
     }
@@ -65,7 +67,6 @@ def estimate_json(e: Estimate) -> str:
 
 def row_json(row: Row) -> dict[str, Any]:
     """One stage's row."""
-    kinds = row.ledger.kind_at_peak()
     return {
         "stage": row.choice.stage,
         "world_size": row.choice.world_size,
@@ -74,13 +75,21 @@ def row_json(row: Row) -> dict[str, Any]:
         "accumulation": row.choice.accumulation,
         "seq": row.choice.seq,
         "rate": runtime_rate(row.choice).formula(),
-        **{f"{kind}_bytes": kinds.get(kind, 0) for kind in ("states", "buffers", "activations", "overhead")},
+        **{f"{kind}_bytes": row.kinds.get(kind, 0) for kind in get_args(Kind)},
         "peak_bytes": row.peak_bytes,
         "peak_phase": row.peak_phase,
+        "low_bytes": row.low_bytes,
+        "high_bytes": row.high_bytes,
+        "margin_bytes": row.margin_bytes,
         "capacity_bytes": row.capacity_bytes,
         "spare_bytes": row.spare_bytes,
         "fits": row.fits,
     }
+
+
+def _line(line: Line, live: int) -> dict[str, Any]:
+    low, high = line.bounds
+    return {**asdict(line), "low": low, "high": high, "spans": len(line.spans), "live_at_peak": live}
 
 
 def _with_counts(row: Row) -> list[tuple[Any, int]]:

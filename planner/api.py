@@ -125,8 +125,10 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     gpu: str | None = None,
     nodes: int | None = None,
     host_mem: int | float | str | None = None,
+    margin: int | float | str | None = None,
     stage: int | None = None,
     offload: str | None = None,
+    offload_params: str | None = None,
     optimizer: str | None = None,
     accumulation: int | None = None,
     micro_batch: int | None = None,
@@ -137,6 +139,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     attention: str | None = None,
     reduce_dtype: str | None = None,
     device: str | None = None,
+    saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
     lora: int | None = None,
@@ -157,11 +160,13 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     mem, gpu
         Memory per GPU (a bare number is GiB), or a name that `zplan gpus` lists. Left out: this machine's.
     host_mem
-        Per node. Nothing lies there without offload.
-    stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device
+        Per node.
+    margin
+        What stays free of a card beyond the interval of the total: a share (`"15%"`) or a size.
+    stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, saving
         Fix a choice; what is left out is chosen and marked so.
-    offload
-        `none`; the rest is refused by name.
+    offload, offload_params
+        Where the optimizer and the parameters lie between their uses: `none`, `cpu` or `nvme`.
     optimizer
         A name of `planner/optimizers.py`: what zplan does not step with is answered as `estimate only`.
     reduce_dtype
@@ -259,8 +264,10 @@ def plan(  # noqa: PLR0913 - as `estimate`
     gpu: str | None = None,
     nodes: int | None = None,
     host_mem: int | float | str | None = None,
+    margin: int | float | str | None = None,
     stage: int | None = None,
     offload: str | None = None,
+    offload_params: str | None = None,
     optimizer: str | None = None,
     accumulation: int | None = None,
     micro_batch: int | None = None,
@@ -271,6 +278,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     attention: str | None = None,
     reduce_dtype: str | None = None,
     device: str | None = None,
+    saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
     lora: int | None = None,

@@ -372,8 +372,10 @@ class Aten:
         the compute dtype, and keep neither that nor the input.
         """
         shape, old = weight.shape, x.shape
+        self.tape.multiply(x.numel // old[-1], *shape)
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(math.prod(old[:-1]), *shape)
             whole = self._dequantized(shape, g[0].itemsize)
             out = self.tape.new(old, g[0].itemsize, "mm.input")
             del whole
@@ -395,8 +397,10 @@ class Aten:
     def mm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
         left, right = a.node is not None, b.node is not None
+        self.tape.multiply(*a_shape, b_shape[1])
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[1], times=left + right)
             second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0])) if right else None
             return [self.tape.new(a_shape, g[0].itemsize, "mm.input") if left else None, second]
 
@@ -408,8 +412,10 @@ class Aten:
     def addmm(self, bias: Value, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
         left, right = a.node is not None, b.node is not None
+        self.tape.multiply(*a_shape, b_shape[1])
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[1], times=left + right)
             first = self.tape.new(a_shape, g[0].itemsize, "mm.input") if left else None
             second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0])) if right else None
             return [g[0].alias(), first, second]
@@ -429,8 +435,10 @@ class Aten:
     def bmm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
         left, right = a.node is not None, b.node is not None
+        self.tape.multiply(*a_shape, b_shape[2])
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[2], times=left + right)
             second = self.tape.new(b_shape, g[0].itemsize, "bmm") if right else None
             return [self.tape.new(a_shape, g[0].itemsize, "bmm") if left else None, second]
 
@@ -512,8 +520,10 @@ class Aten:
         w = self.transpose(weight, 1, 2)
         x_shape, w_shape = x.shape, w.shape
         left, right = x.node is not None, w.node is not None
+        self.tape.multiply(*x_shape, w_shape[2])
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*x_shape, w_shape[2], times=left + right)
             strides = (w_shape[1] * w_shape[2], 1, w_shape[1])
             second = self.tape.new(w_shape, g[0].itemsize, "mm.weight", strides=strides) if right else None
             return [self.tape.new(x_shape, g[0].itemsize, "mm.input") if left else None, second]
@@ -590,12 +600,15 @@ class Aten:
         """Whether fused attention takes fewer key than query heads as they are."""
         return self.table.attention[q.itemsize] != "efficient"
 
-    def sdpa(self, q: Value, k: Value, v: Value) -> Value:
-        """Fused causal attention of (B, H, T, D) over (B, G, T, D)."""
+    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
+        """Fused attention of (B, H, T, D) over (B, G, T, D). What is causal saves half of the products, and no bytes."""
         kernel = self.table.attention[q.itemsize]
         (b, h, t, d), groups = q.shape, k.shape[1]
+        # Scores and values. Backward makes the scores again: five products.
+        self.tape.multiply(b, h, t, t, d, times=2, per=1 + causal)
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(b, h, t, t, d, times=5, per=1 + causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":
                 grads: Outs = [self._row_major_heads(x.shape, x.itemsize, f"{n}.grad") for x, n in pairs]

@@ -28,6 +28,11 @@ class Offload:
     ratio: float = 1.0
     """Share of the elements that is offloaded, 0 to 1: the first units of the schedule up to that share."""
 
+    def told(self) -> str:
+        """In words: `none`, `cpu`, `cpu, parameters nvme`."""
+        share = "" if self.ratio == 1 else f" {self.ratio:g}"
+        return f"{self.optimizer}{share}" + ("" if self.params == "none" else f", parameters {self.params}")
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from zplan.planner.aten import BOOL, FP32, INT64, Aten
@@ -131,11 +132,19 @@ def gpt2_block(op: Aten, p: Params, arch: Architecture, attention: Attention) ->
 BLOCKS = {"llama": llama_block, "gpt2": gpt2_block}
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a step runs its model, as far as activations can tell. Fields are those of `Choice`."""
+
+    checkpointing: Checkpointing = "none"
+    attention: Attention = "sdpa"
+
+
 class StepTape(ABC):
     """One training step of a model on a tape. Phases are the ledger's."""
 
-    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int) -> None:
-        self.op, self.tape, self.arch, self.itemsize = op, op.tape, arch, itemsize
+    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int, recipe: Recipe) -> None:
+        self.op, self.tape, self.arch, self.itemsize, self.recipe = op, op.tape, arch, itemsize, recipe
         self.params: dict[str, Value] = {}
         for u in units:
             gradients = UnitGradients(u.name)
@@ -153,24 +162,38 @@ class StepTape(ABC):
     def unit(self, name: str, run: Block, *inputs: Value) -> Value:
         """Call a unit between its phases."""
         self.tape.enter(f"forward.{name}")
-        return self.watch(run(*inputs), name)
+        return self.starts(run(*inputs), f"backward.{name}")
 
-    def watch(self, out: Value, name: str) -> Value:
-        """Let a unit's backward begin with the gradient of its output, unless everything up to it is frozen."""
+    def starts(self, out: Value, phase: str) -> Value:
+        """Let the arrival of a value's gradient begin a phase, unless everything up to it is frozen."""
         if out.node is not None:
-            out.node.on_gradient = f"backward.{name}"
+            out.node.on_gradient = phase
         return out
 
+    def block(self, name: str, run: Block, *inputs: Value) -> Value:
+        """Call a block, checkpointed where the recipe says so."""
+        if self.recipe.checkpointing == "full" and self.tape.gradients:
+            return self.unit(name, partial(self.tape.checkpoint, run), *inputs)
+        return self.unit(name, run, *inputs)
+
+    def evaluate(self, batch: int, seq: int) -> None:
+        """A batch and its forward, on a tape without gradients."""
+        self.tape.enter("forward.embed")
+        ids = self.tape.new((batch, seq), INT64, "inputs")
+        labels = self.tape.new((batch, seq), INT64, "labels")
+        _loss = self.forward(ids, labels)
+        self.tape.close()
+
     @abstractmethod
-    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+    def forward(self, ids: Value, labels: Value) -> Value:
         """The loss of a batch (B, T) of ids and labels."""
 
-    def step(self, batch: int, seq: int, checkpointing: Checkpointing, attention: Attention) -> None:
+    def step(self, batch: int, seq: int) -> None:
         """Forward, backward and the optimizer's phase."""
         self.tape.enter("forward.embed")
         ids = self.tape.new((batch, seq), INT64, "inputs")
         labels = self.tape.new((batch, seq), INT64, "labels")
-        loss = self.forward(ids, labels, checkpointing, attention)
+        loss = self.forward(ids, labels)
         self.tape.enter("backward.loss")
         self.tape.backward(loss)
         self.tape.enter("step")
@@ -180,10 +203,10 @@ class StepTape(ABC):
 class DecoderTape(StepTape):
     """`runtime/decoder.py`."""
 
-    def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+    def features(self, ids: Value) -> Value:
         op, arch, p = self.op, self.arch, self.params
         t = ids.shape[1]
-        x = self.watch(op.embedding(p["embed.weight"], ids), "embed")
+        x = self.starts(op.embedding(p["embed.weight"], ids), "backward.embed")
         tables: tuple[Value, ...] = ()
         if arch.family == "llama":
             tables = rotary_tables(op, arch, t, self.itemsize)
@@ -192,11 +215,8 @@ class DecoderTape(StepTape):
         for i in range(arch.layers):
             prefix = f"blocks.{i}."
             params = {k.removeprefix(prefix): v for k, v in p.items() if k.startswith(prefix)}
-            block = BLOCKS[arch.family](op, params, arch, attention)
-            if checkpointing == "full":
-                x = self.unit(prefix[:-1], partial(self.tape.checkpoint, block), x, *tables)
-            else:
-                x = self.unit(prefix[:-1], block, x, *tables)
+            run = BLOCKS[arch.family](op, params, arch, self.recipe.attention)
+            x = self.block(prefix[:-1], run, x, *tables)
         return self.unit("norm", self._norm, x)
 
     def _positions(self, ids: Value) -> Value:
@@ -212,9 +232,9 @@ class DecoderTape(StepTape):
     def _head(self, x: Value) -> Value:
         return self.op.linear(x, self.params["embed.weight" if self.arch.tied else "head.weight"])
 
-    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+    def forward(self, ids: Value, labels: Value) -> Value:
         return self._cross_entropy(
-            self.op.to(self._logits(self.features(ids, checkpointing, attention)), FP32),
+            self.op.to(self._logits(self.features(ids)), FP32),
             labels.view((labels.numel,), (1,)),
         )
 

@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass, replace
 
 from zplan.planner.errors import ZplanError, did_you_mean
-from zplan.planner.presets import DATA
 from zplan.planner.units import MIB, format_bytes, format_gib
+
+DATA = os.path.join(os.path.dirname(__file__), "data")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,14 @@ class Gpu:
     """What the vendor's tool reports as the total, else the size on the label in 10^9 bytes."""
     mem_reported: bool
     compute_capability: str
+    bf16_tflops: float | None = None
+    """Dense peaks, 10^12 a second; None where not supported or not known."""
+    fp16_tflops: float | None = None
+    hbm_gb_s: float | None = None
+    nvlink_gb_s: float | None = None
+    """Both directions together; 0 for none."""
+    pcie_gb_s: float | None = None
+    """One direction."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,18 @@ def read_gpus() -> list[Gpu]:
                 mem_bytes=int(row["total_mib"]) * MIB if row["total_mib"] else int(row["nominal_gb"]) * 10**9,
                 mem_reported=bool(row["total_mib"]),
                 compute_capability=row["compute_capability"],
+                bf16_tflops=_number(row["bf16_dense_tflops"]),
+                fp16_tflops=_number(row["fp16_dense_tflops"]),
+                hbm_gb_s=_number(row["hbm_gb_s"]),
+                nvlink_gb_s=_number(row["nvlink_gb_s"]),
+                pcie_gb_s=_number(row["pcie_gb_s"]),
             )
             for row in csv.DictReader(f)
         ]
+
+
+def _number(cell: str) -> float | None:
+    return float(cell) if cell else None
 
 
 def _words(name: str) -> frozenset[str]:

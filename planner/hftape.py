@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from zplan.planner.aten import BOOL, FP32, INT64, Aten
-from zplan.planner.config import Attention, Checkpointing
-from zplan.planner.families import Params, StepTape
+from zplan.planner.families import Params, Recipe, StepTape
 from zplan.planner.hfblocks import STYLES, Block
 from zplan.planner.hfops import norm, rotary_tables
 from zplan.planner.models import Architecture, Unit
@@ -21,8 +20,8 @@ from zplan.planner.tape import Value
 class ClassTape(StepTape):
     """A decoder of `STYLES`."""
 
-    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int) -> None:
-        super().__init__(op, arch, units, itemsize)
+    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int, recipe: Recipe) -> None:
+        super().__init__(op, arch, units, itemsize, recipe)
         self.style = STYLES[arch.family]
         self.by_unit: dict[str, Params] = {"head": {}}
         for u in units:
@@ -32,39 +31,38 @@ class ClassTape(StepTape):
     def layers(
         self,
         hidden: Value,
-        checkpointing: Checkpointing,
-        attention: Attention,
         positions: Value,
         tables: Sequence[tuple[Value, ...]],
         masks: Sequence[Value],
     ) -> Value:
         """All layers and the last norm."""
         for i in range(self.arch.layers):
-            run = Block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style, attention).run
-            block = partial(self.tape.checkpoint, run) if checkpointing == "full" else run
+            run = Block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style, self.recipe.attention).run
             # Where there are two kinds of layers the first one stands for those of the other kind.
             kind = -1 if i == 0 else 0
-            hidden = self.unit(f"blocks.{i}", block, hidden, positions, *tables[kind], *(masks and [masks[kind]]))
+            hidden = self.block(f"blocks.{i}", run, hidden, positions, *tables[kind], *(masks and [masks[kind]]))
         return self.unit("norm", self._norm, hidden)
 
     def embed(self, ids: Value) -> Value:
         out = self.op.embedding(self.by_unit["embed"]["weight"], ids)
         # The factor is a buffer of the model.
         out = self.op.scale(out) if self.style.scaled else out
-        return self.watch(out, "embed")
+        if self.recipe.checkpointing != "none":
+            self.tape.require_gradient(out)  # The class does so with checkpointing, for the sake of a frozen embedding.
+        return self.starts(out, "backward.embed")
 
-    def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+    def features(self, ids: Value) -> Value:
         if self.style.rotation is None:
-            return self._learned_positions(ids, checkpointing, attention)
+            return self._learned_positions(ids)
         embedded, seq = self.embed(ids), ids.shape[1]
         positions = self._positions(seq)
         for _ in range(self.style.masks):
             self._look_for_packing(*ids.shape)
-        masks = self._masks(ids, attention)
+        masks = self._masks(ids)
         wide = self.arch.trait("rotary") or self.arch.head_dim
         itemsize = FP32 if self.style.rotary_fp32 else self.itemsize
         tables = [rotary_tables(self.op, wide, seq, itemsize) for _ in range(self.style.tables)]
-        return self.layers(embedded, checkpointing, attention, positions, tables, masks)
+        return self.layers(embedded, positions, tables, masks)
 
     def _look_for_packing(self, batch: int, seq: int) -> None:
         """Whether positions start again anywhere: their differences, and how often they are not 1."""
@@ -84,9 +82,9 @@ class ClassTape(StepTape):
         del others
         return out
 
-    def _masks(self, ids: Value, attention: Attention) -> list[Value]:
+    def _masks(self, ids: Value) -> list[Value]:
         """Fused attention of whole sequences needs none. Otherwise each is (B, 1, T, T), in the compute dtype."""
-        return [self._mask(*ids.shape) for _ in range(self.style.masks)] if attention == "eager" else []
+        return [self._mask(*ids.shape) for _ in range(self.style.masks)] if self.recipe.attention == "eager" else []
 
     def _mask(self, batch: int, seq: int) -> Value:
         future = self._future(batch, seq)
@@ -104,17 +102,17 @@ class ClassTape(StepTape):
         counted = self.tape.new((seq,), INT64, "positions.ids")
         return self.op.like(counted, "positions.ids")
 
-    def _learned_positions(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+    def _learned_positions(self, ids: Value) -> Value:
         """OPT counts the ones of an fp32 mask, and looks the counts up two rows further down."""
         tape, embedded = self.tape, self.embed(ids)
         mask = tape.new(ids.shape, FP32, "positions.mask")
         positions = tape.new(ids.shape, FP32, "positions.ids")
         positions = self._shifted(self.op.like(positions, "positions.ids"))
-        masks = self._masks(ids, attention)
+        masks = self._masks(ids)
         table = partial(self.op.embedding, self.by_unit["positions"]["weight"], table="positions")
         rows = self.unit("positions", lambda x: table(self.op.like(x, "positions.ids")), positions)
-        hidden = self.op.add(embedded, rows)
-        out = self.layers(hidden, checkpointing, attention, positions, [()], masks)
+        # The sum has no name here: a layer that does not save its input lets it go.
+        out = self.layers(self.op.add(embedded, rows), positions, [()], masks)
         del mask
         return out
 
@@ -132,8 +130,8 @@ class ClassTape(StepTape):
         weight = self.by_unit["embed"]["weight"] if own is None else own
         return self.op.linear(x, weight, self.by_unit["head"].get("bias"))
 
-    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        hidden = self.features(ids, checkpointing, attention)
+    def forward(self, ids: Value, labels: Value) -> Value:
+        hidden = self.features(ids)
         logits = self.op.named("logits", self.unit("head", self._head, hidden))
         self.tape.enter("loss")
         if self.arch.trait("capped_logits"):

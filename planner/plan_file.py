@@ -47,7 +47,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.hardware.mem_bytes
+        """Whether the upper end of the peak's interval does."""
+        return self.ledger.interval()[1] <= self.hardware.mem_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -209,6 +209,8 @@ def _read_line(block: dict[str, Any], where: str, num_phases: int) -> Line:
         tier=_one_of("tier", where, block["tier"], Tier),
         source=_one_of("source", where, block["source"], Source),
         note=want_str("note", where, block["note"]),
+        low=None if block["low"] is None else want_int("low", where, block["low"], least=0),
+        high=None if block["high"] is None else want_int("high", where, block["high"], least=0),
     )
 
 

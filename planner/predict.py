@@ -10,7 +10,7 @@ from zplan.planner.models import ModelSpec
 from zplan.planner.placement import place
 from zplan.planner.saving import saving_lines
 from zplan.planner.states import state_lines
-from zplan.planner.timeline import timeline
+from zplan.planner.timeline import Timeline, timeline
 
 
 def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = ()) -> Ledger:
@@ -31,12 +31,19 @@ def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = ()
         Bytes are exact where a line's source is `allocated` or `derived`.
     """
     time = timeline(spec.units)
+    return merge(time.phases, shard_lines(spec, choice, time), batch_lines(spec, choice, time), overheads)
+
+
+def shard_lines(spec: ModelSpec, choice: Choice, time: Timeline) -> list[Line]:
+    """Lines that depend on stage, ranks and buffers, and not on the batch: [Note: parts] in `planner/folding.py`."""
     placements = place(spec, choice)
-    return merge(
-        time.phases,
-        state_lines(placements, choice, time),
-        buffer_lines(placements, choice, time),
-        saving_lines(placements, choice, time),
-        activation_lines(spec, choice, time.phases),
-        overheads,
-    )
+    return [
+        *state_lines(placements, choice, time),
+        *buffer_lines(placements, choice, time),
+        *saving_lines(placements, choice, time),
+    ]
+
+
+def batch_lines(spec: ModelSpec, choice: Choice, time: Timeline) -> list[Line]:
+    """Lines that depend on batch, sequence and checkpointing, and not on stage or ranks."""
+    return list(activation_lines(spec, choice, time.phases))

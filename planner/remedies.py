@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from zplan.planner.batch import divisors
 from zplan.planner.config import Choice
+from zplan.planner.interval import Margin
 from zplan.planner.search import Row, Search
 from zplan.planner.units import format_gib
 
@@ -35,7 +36,7 @@ def remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
         row = search.row(lean)
         both = (Remedy(words, option, row.peak_bytes, row.spare_bytes),) if row.fits else ()
         found = (*both, *_changes(search, lean, f"{option} "))
-    card = _larger_card(row)
+    card = _larger_card(row, search.request.margin)
     return (*found, card) if card else found
 
 
@@ -88,13 +89,16 @@ def _more_gpus(search: Search, c: Choice) -> Choice | None:
     return None
 
 
-def _larger_card(row: Row) -> Remedy | None:
+def _larger_card(row: Row, margin: Margin) -> Remedy | None:
     """The smallest NVIDIA card of the table that holds the row as it is."""
     from zplan.planner.hardware import read_gpus
 
-    large = [g for g in read_gpus() if g.mem_reported and g.vendor == "NVIDIA" and g.mem_bytes >= row.peak_bytes]
+    def spare(mem_bytes: int) -> int:
+        return mem_bytes - margin.of(mem_bytes) - row.high_bytes
+
+    large = [g for g in read_gpus() if g.mem_reported and g.vendor == "NVIDIA" and spare(g.mem_bytes) >= 0]
     if not large or row.choice.device == "cpu":
         return None
     card = min(large, key=lambda g: g.mem_bytes)
     what = f"a card of {format_gib(card.mem_bytes)} GiB, such as {card.name}"
-    return Remedy(what, f'--gpu "{card.name}"', row.peak_bytes, card.mem_bytes - row.peak_bytes)
+    return Remedy(what, f'--gpu "{card.name}"', row.peak_bytes, spare(card.mem_bytes))

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zplan.planner.comm import textbook_volume
+from zplan.planner.interval import told_range, told_spread
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK
 from zplan.planner.units import format_count, format_gb, format_gib, format_percent, format_small
 
 if TYPE_CHECKING:
     from zplan.planner.api import Estimate
-    from zplan.planner.ledger import Line
+    from zplan.planner.ledger import Kind, Line
     from zplan.planner.plan_file import Plan
     from zplan.planner.sources import Model
     from zplan.planner.verdict import Decision
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 RULE_OF_THUMB = 60
 """Per cent of the card that habit gives to model states."""
 
-KINDS = ("states", "buffers", "activations", "overhead")
+KINDS: tuple[Kind, ...] = ("states", "buffers", "activations", "overhead")
 
 SMALL = 2**30 // 200
 """Bytes below which a line would show as 0.00 GiB; such lines are summed up."""
@@ -132,16 +133,16 @@ def _runtime(e: Estimate) -> list[str]:
         for r, t in zip(e.rows, e.traffic, strict=True)
     ]
     c = e.row.choice
-    head = ["stage", "checkpt", "batch", *KINDS, "peak", "of card", "sent GB", "fits", "peak phase"]
+    head = ["stage", "checkpt", "batch", *KINDS, "peak", "at most", "of card", "sent GB", "fits", "peak phase"]
     return [
         f"zplan's runtime: GiB of one GPU in its peak phase ({c.precision}, sequence {c.seq}; "
         "batch = micro-batch x accumulation)",
-        *table(head, rows, "lllrrrrrrrll"),
+        *table(head, rows, "lllrrrrrrrrll"),
     ]
 
 
 def _runtime_row(row: Row, sent: int, *, picked: bool, counted: bool) -> list[str]:
-    kinds = {kind: format_gib(n) for kind, n in row.ledger.kind_at_peak().items()}
+    kinds = {kind: format_gib(n) for kind, n in row.kinds.items()}
     if not counted:
         kinds["activations"] = "?"
     fits = f"yes, {format_gib(row.spare_bytes)} spare" if counted else f"open, {format_gib(row.spare_bytes)} left"
@@ -151,6 +152,7 @@ def _runtime_row(row: Row, sent: int, *, picked: bool, counted: bool) -> list[st
         f"{row.choice.micro_batch} x {row.choice.accumulation}",
         *(kinds.get(kind, format_gib(0)) for kind in KINDS),
         format_gib(row.peak_bytes),
+        format_gib(row.high_bytes),
         f"{100 * row.peak_bytes / row.capacity_bytes:.0f} %",
         format_gb(sent),
         fits if row.fits else f"no, {format_gib(-row.spare_bytes)} over",
@@ -201,7 +203,23 @@ def _lines(e: Estimate) -> list[str]:
     return [
         f"Lines of stage {e.row.choice.stage} in its peak phase, {e.row.peak_phase}",
         *table(["line", "kind", "bytes", "GiB", "source"], rows, "llrrl"),
+        _interval(e.row),
     ]
+
+
+def _interval(row: Row) -> str:
+    """Between what the total lies, and what is kept free beyond that."""
+    low, high = row.low_bytes, row.high_bytes
+    if low == high:
+        text = "The total is exact: every line is allocated by zplan or follows from torch's own ops."
+    else:
+        spread = told_spread(low, row.peak_bytes, high)
+        text = (
+            f"The total lies between {told_range(low, high).replace(' to ', ' and ')} GiB ({spread}), by the sources "
+        )
+        text += "of its lines; it fits when the upper end does."
+    margin = f" Beyond that {format_gib(row.margin_bytes)} GiB stay free (--margin)." if row.margin_bytes else ""
+    return "  " + text + margin
 
 
 def _times(count: int, nbytes: int) -> str:
@@ -209,7 +227,9 @@ def _times(count: int, nbytes: int) -> str:
 
 
 def _source(line: Line) -> str:
-    return f"{line.source}: {line.note}" if line.note else line.source
+    low, high = line.bounds
+    between = f" {told_range(low, high)}" if low != high and line.source != "allocated" else ""
+    return f"{line.source}{between}: {line.note}" if line.note else f"{line.source}{between}"
 
 
 def _not_counted(e: Estimate) -> list[str]:
@@ -219,11 +239,13 @@ def _not_counted(e: Estimate) -> list[str]:
 def plan_report(plan: Plan, files: Sequence[str]) -> str:
     """What `zplan plan` prints: the choice, what it needs, and where it was written."""
     c = plan.choice
-    spare = format_gib(plan.hardware.mem_bytes - plan.peak_bytes)
+    low, high = plan.ledger.interval()
+    spare = format_gib(plan.hardware.mem_bytes - high)
+    between = f" ({told_range(low, high)})" if low != high else ""
     batch = f"micro-batch {c.micro_batch} x accumulation {c.accumulation} x {c.world_size} = {c.global_batch} sequences"
     out = [
         f"Stage {c.stage}, checkpointing {c.checkpointing}, {batch} of {c.seq} tokens",
-        f"Peak {format_gib(plan.peak_bytes)} GiB in phase {plan.ledger.peak_phase()}, {spare} GiB to spare "
+        f"Peak {format_gib(plan.peak_bytes)} GiB{between} in phase {plan.ledger.peak_phase()}, {spare} GiB to spare "
         f"({plan.hardware.told()})",
         *estimate_only_rows(plan.estimate_only),
         "",

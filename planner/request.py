@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from zplan.planner.config import Attention, Checkpointing, Device, Precision, Saving
+from zplan.planner.config import Attention, Checkpointing, Device, Offload, Place, Precision, Saving
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.interval import Margin, parse_margin
 from zplan.planner.units import parse_bytes, parse_count
 
 MOST = 10**9
@@ -29,8 +30,9 @@ OPTION = {
     "device": "--device",
     "optimizer": "--optimizer",
     "reduce_dtype": "--reduce-dtype",
+    "offload": "--offload",
     "ring_slots": "`ring_slots`",
-    "saving": "`saving`",
+    "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
 }
 """What fixes a choice, and what it is called."""
@@ -60,6 +62,8 @@ class Request:
     nodes: int = 1
     host_mem_bytes: int | None = None
     """Per node."""
+    margin: Margin = Margin()
+    """What stays free beyond the interval."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Choices that were made, by the names of `OPTION`."""
     fixed_by: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +83,8 @@ class Request:
 
 
 ARGUMENTS = (
-    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload", "config", "offline"),
+    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "margin"),
+    *("offload_params", "config", "offline"),
     *("lora", "lora_targets", "lora_embeddings", "qlora"),
     *OPTION,
 )
@@ -94,8 +99,10 @@ def make_request(given: Mapping[str, Any]) -> Request:
     given
         Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
         takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU) and `host_mem` (per
-        node) are GiB when bare. `offload` is refused by name unless built. `config` is a DeepSpeed
-        config, a path or a mapping, and fixes what it names. `offline` forbids the network. The rest fix a choice.
+        node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
+        optimizer lies, `offload_params` where the parameters do. `config` is a DeepSpeed config, a path or a mapping,
+        and fixes what it names. `lora` and its like are about adapters. `offline` forbids the network. The rest fix a
+        choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
     for name in given:
@@ -103,7 +110,9 @@ def make_request(given: Mapping[str, Any]) -> Request:
             raise ZplanError(f"unknown argument `{name}`", did_you_mean(name, ARGUMENTS) or "see the documentation")
     given = {name: _of_type(name, value) for name, value in given.items()}
     _refuse_unbuilt(given)
-    fixed = {name: _check(name, given[name]) for name in OPTION if name in given}
+    fixed = {name: _check(name, given[name]) for name in OPTION if name in given and name != "offload"}
+    if "offload" in given or "offload_params" in given:
+        fixed["offload"] = read_offload(given)
     fixed_by = {name: OPTION[name] for name in fixed}
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
     return Request(
@@ -114,6 +123,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
         gpu=given.get("gpu"),
         nodes=_whole("--nodes", given.get("nodes", 1)),
         host_mem_bytes=parse_bytes(given["host_mem"], "--host-mem") if "host_mem" in given else None,
+        margin=parse_margin(given["margin"]) if "margin" in given else Margin(),
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,
@@ -165,8 +175,27 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def read_offload(given: Mapping[str, Any]) -> Offload:
+    """What `offload` and `offload_params` say together."""
+    places = get_args(Place)
+    for name in ("offload", "offload_params"):
+        value, flag = given.get(name, "none"), "--" + name.replace("_", "-")
+        if value not in places:
+            hint = f"use {flag} {', '.join(places[:-1])} or {places[-1]}"
+            raise ZplanError(f"`{flag} {value}` is unknown", did_you_mean(str(value), places) or hint)
+    offload = Offload(given.get("offload", "none"), given.get("offload_params", "none"))
+    if offload.params != "none" and offload.optimizer == "none":
+        raise ZplanError(
+            f"`--offload-params {offload.params}` leaves the larger optimizer on the GPU",
+            f"add --offload {offload.params}",
+        )
+    if offload != Offload():
+        word = f"--offload {offload.optimizer}"
+        raise ZplanError(f"`{word}` is not built yet", "use --offload none, and more GPUs")
+    return offload
+
+
 _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
-    "offload": ("--offload", ("none",), ("cpu", "nvme", "optimizer", "params"), "use --offload none, and more GPUs"),
     "precision": ("--precision", ("bf16", "fp16", "fp32"), ("fp8", "int8"), "use --precision bf16, fp16 or fp32"),
 }
 """Option -> its flag, what is built, what the field knows and is not built yet, and what to do."""

@@ -10,15 +10,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from zplan.planner.activations import prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
+from zplan.planner.folding import Folding, fold, foldable
 from zplan.planner.hardware import Hardware
-from zplan.planner.ledger import Ledger, Line
+from zplan.planner.ledger import Kind, Ledger, Line
 from zplan.planner.overhead import overhead_lines
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
@@ -42,15 +44,27 @@ class Row:
     """One choice and what it needs of a card."""
 
     choice: Choice
-    ledger: Ledger
     capacity_bytes: int
     peak_bytes: int
     peak_phase: str
+    low_bytes: int
+    high_bytes: int
+    """Between which bytes the peak lies; see [Note: intervals] in interval.py."""
+    margin_bytes: int
+    """What was asked to stay free beyond that."""
+    kinds: Mapping[Kind, int]
+    """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
+    write_out: Callable[[], Ledger] = field(repr=False, compare=False)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """All lines, written out when they are asked for: a search needs sums only."""
+        return self.write_out()
 
     @property
     def spare_bytes(self) -> int:
-        """Negative where it does not fit."""
-        return self.capacity_bytes - self.peak_bytes
+        """What the upper end and the margin leave of the card; negative where it does not fit."""
+        return self.capacity_bytes - self.margin_bytes - self.high_bytes
 
     @property
     def fits(self) -> bool:
@@ -77,10 +91,15 @@ class Search:
     request: Request
     remainder: bool = True
     memo: dict[Choice, Row] = field(default_factory=dict)
+    foldings: dict[int, Folding] = field(default_factory=dict)
+    """By slots of the ring."""
 
     def __post_init__(self) -> None:
-        self.phases = timeline(self.model.spec.units).phases
         self.seq = self._seq()
+
+    @cached_property
+    def phases(self) -> tuple[str, ...]:
+        return timeline(self.model.spec.units).phases
 
     def _seq(self) -> int:
         """The sequence asked for, or the default; refused where the model cannot run it."""
@@ -130,7 +149,7 @@ class Search:
 
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""
-        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", *TRAINING)
+        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload", *TRAINING)
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
@@ -147,14 +166,29 @@ class Search:
     def row(self, choice: Choice) -> Row:
         """Evaluate a choice, once."""
         if choice not in self.memo:
-            extra = (*overhead_lines(self.hardware, choice, self.phases), *self._remainder(choice))
-            ledger = predict(self.model.spec, choice, overheads=extra)
-            per_phase = ledger.per_phase()
-            peak = max(per_phase)
-            self.memo[choice] = Row(choice, ledger, self.hardware.mem_bytes, peak, ledger.phases[per_phase.index(peak)])
+            self.memo[choice] = self._evaluate(choice)
         return self.memo[choice]
 
-    def _remainder(self, choice: Choice) -> tuple[Line, ...]:
+    def _evaluate(self, choice: Choice) -> Row:
+        def further(phases: Sequence[str]) -> tuple[Line, ...]:
+            return (*overhead_lines(self.hardware, choice, phases), *self._remainder(choice, phases))
+
+        def write_out() -> Ledger:
+            return predict(self.model.spec, choice, overheads=further(self.phases))
+
+        card = self.hardware.mem_bytes
+        margin = self.request.margin.of(card)
+        if foldable(choice):
+            if choice.ring_slots not in self.foldings:
+                self.foldings[choice.ring_slots] = fold(self.model.spec, ring_slots=choice.ring_slots)
+            peak = self.foldings[choice.ring_slots].peak(choice, further)
+            return Row(choice, card, peak.nbytes, peak.phase, peak.low, peak.high, margin, peak.kinds, write_out)
+        ledger = write_out()
+        kinds, (low, high) = ledger.kind_at_peak(), ledger.interval()
+        nbytes = sum(kinds.values())
+        return Row(choice, card, nbytes, ledger.peak_phase(), low, high, margin, kinds, lambda: ledger)
+
+    def _remainder(self, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
         missing = self.model.missing_params
         if not self.remainder or not missing:
             return ()
@@ -162,7 +196,7 @@ class Search:
         rate = whole if self.model.spec.adapters else runtime_rate(choice)
         note = f"{missing:,} parameters that the assumed shape lacks, at {rate.formula()} bytes"
         nbytes = rate.of(missing, choice.world_size)
-        always = (0, len(self.phases) - 1)
+        always = (0, len(phases) - 1)
         return (Line("states.remainder", nbytes, (always,), "states", source="derived", note=note),)
 
     def best(self, stage: int, batches: Sequence[Batch]) -> Row:

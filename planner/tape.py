@@ -36,6 +36,23 @@ WIDTH = len(BASIS) + 5
 
 PARAMETER_GRADIENT = "parameter gradient"
 
+OF_PRODUCTS = frozenset(
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "grouped_mm",
+        "mm.input",
+        "mm.weight",
+        "attention output",
+        "logsumexp",
+        "q.grad",
+        "k.grad",
+        "v.grad",
+    )
+)
+"""Labels of what matrix products and attention kernels write."""
+
 Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
 
@@ -107,14 +124,13 @@ Backward = Callable[[Any, list["Value"]], Gradients]
 """`(gradients of the outputs, saved values) -> gradients of the inputs`. Closures hold shapes only, never values."""
 
 
-@dataclass(frozen=True)
 class Edge:
     """Where an input's gradient goes, and the shape and itemsize that it must arrive in."""
 
-    node: Node
-    output_nr: int
-    shape: tuple[int, ...]
-    itemsize: int
+    __slots__ = ("itemsize", "node", "output_nr", "shape")
+
+    def __init__(self, node: Node, output_nr: int, shape: tuple[int, ...], itemsize: int) -> None:
+        self.node, self.output_nr, self.shape, self.itemsize = node, output_nr, shape, itemsize
 
 
 class Node:
@@ -137,6 +153,16 @@ class Accumulate(Node):
     def __init__(self, unit: UnitGradients) -> None:
         super().__init__(2**62, lambda grads, saved: [], [], [])
         self.unit = unit
+
+
+class InputLeaf(Node):
+    """A value that is made to require a gradient without being a parameter. It and its gradient live with the graph."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, value: Value) -> None:
+        super().__init__(2**62, lambda grads, saved: [], [], [])
+        self.kept = [value.alias()]
 
 
 @dataclass
@@ -185,12 +211,17 @@ class Tape:
         enough: between two of them the level only grows.
     storages
         Every storage that ever was.
+    gradients
+        Off for a forward under `torch.no_grad`: no op has a node then, and nothing is saved.
     """
 
-    def __init__(self, *, in_place_accumulation: bool) -> None:
+    def __init__(self, *, in_place_accumulation: bool, gradients: bool = True) -> None:
+        self.gradients = gradients
         self.phases: list[str] = ["idle"]
         self.levels: list[set[Level]] = [{(0,) * (2 * WIDTH)}]
         self.storages: list[Storage] = []
+        self.flops: list[list[int]] = [[0] * len(BASIS)]
+        self.written: list[list[int]] = [[0] * len(BASIS)]
         self.in_place_accumulation = in_place_accumulation
         self._live = [0] * (2 * WIDTH)
         self._grew = False
@@ -204,14 +235,30 @@ class Tape:
         """A value with a fresh storage."""
         shape = tuple(shape)
         at, coefficient = _split(math.prod(shape) * itemsize)
+        if label not in OF_PRODUCTS:
+            self.written[-1][at] += coefficient
         return self._value(shape, itemsize, strides or row_major(shape), self._allocate(at, coefficient, label))
+
+    def multiply(self, *extents: int, times: int = 1, per: int = 1) -> None:
+        """Count matrix products of these extents: two operations for each combination.
+
+        `per` divides: a causal attention kernel leaves half of its products out.
+        """
+        at, count = _split(math.prod(extents))
+        self.flops[-1][at] += 2 * times * count // per
 
     def parameter(self, shape: Sequence[int], itemsize: int, unit: UnitGradients) -> Value:
         """A leaf whose bytes are not activations."""
         value = self._value(tuple(shape), itemsize, row_major(shape), Storage(0, 0, "parameter", 0))
-        value.node = Accumulate(unit)
-        unit.missing += 1
+        if self.gradients:
+            value.node = Accumulate(unit)
+            unit.missing += 1
         return value
+
+    def require_gradient(self, value: Value) -> None:
+        """Make a value that nothing trained leads to a leaf."""
+        if self.gradients and value.node is None:
+            value.node = InputLeaf(value)
 
     def buffer(self, shape: Sequence[int], itemsize: int) -> Value:
         """A buffer of the model, whose bytes are not activations."""
@@ -258,6 +305,8 @@ class Tape:
         self._note()
         self.phases.append(phase)
         self.levels.append(set())
+        self.flops.append([0] * len(BASIS))
+        self.written.append([0] * len(BASIS))
         self._note()
 
     # The graph
@@ -334,7 +383,7 @@ class Tape:
             if node.on_gradient:
                 self.enter(node.on_gradient)
             gradients = buffers.pop(node)
-            outputs = self._accumulate(node, gradients) if isinstance(node, Accumulate) else self._call(node, gradients)
+            outputs = self._run(node, gradients)
             # The engine drops the incoming gradients first, then what the node saved, and only then adds up.
             gradients.clear()
             node.saved = []
@@ -353,6 +402,14 @@ class Tape:
                     pushed += 1
                     heapq.heappush(ready, (-edge.node.seq, pushed, edge.node))
         self._retained.clear()
+
+    def _run(self, node: Node, gradients: Gradients) -> Gradients:
+        if isinstance(node, Accumulate):
+            return self._accumulate(node, gradients)
+        if isinstance(node, InputLeaf):
+            node.kept += [g for g in gradients if g is not None]
+            return []
+        return self._call(node, gradients)
 
     def _call(self, node: Node, gradients: Gradients) -> Gradients:
         outputs = node.backward(gradients, [self._unpack(s) for s in node.saved])

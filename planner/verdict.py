@@ -50,6 +50,18 @@ def largest_line(row: Row) -> str:
     return f"`{line.id}`, {gib(line.nbytes * count)}{times}"
 
 
+def need(row: Row) -> str:
+    """What a row needs; the upper end too where the verdict hangs on it."""
+    decides = row.peak_bytes <= row.capacity_bytes - row.margin_bytes < row.high_bytes
+    return gib(row.peak_bytes) + (f" (up to {format_gib(row.high_bytes)})" if decides else "")
+
+
+def card_of(row: Row) -> str:
+    """What it may take: the card, and what is kept free of it."""
+    kept = f" less {gib(row.margin_bytes)} of margin" if row.margin_bytes else ""
+    return f"{gib(row.capacity_bytes)}{kept}"
+
+
 def short_by(row: Row) -> str:
     """By how much, when and because of which line a row does not fit."""
     return f"{gib(-row.spare_bytes)} over in phase `{row.peak_phase}`, where the most is {largest_line(row)}"
@@ -57,22 +69,20 @@ def short_by(row: Row) -> str:
 
 def judge(row: Row, single: Row) -> Verdict:
     """The verdict: one GPU is enough, memory-bound so shard, or does not fit."""
-    card, n = gib(row.capacity_bytes), row.choice.world_size
+    card, n = card_of(row), row.choice.world_size
     if not row.fits:
-        return Verdict(
-            "no-fit", f"Does not fit: {name_of(row)} needs {gib(row.peak_bytes)} of {card}, {short_by(row)}."
-        )
-    spare = f"{gib(row.spare_bytes)} to spare"
+        return Verdict("no-fit", f"Does not fit: {name_of(row)} needs {need(row)} of {card}, {short_by(row)}.")
+    spare = f"at least {gib(row.spare_bytes)} to spare"
     if n == 1:
-        return Verdict("one-gpu", f"One GPU is enough: it needs {gib(row.peak_bytes)} of {card}, {spare}.")
+        return Verdict("one-gpu", f"One GPU is enough: it needs {need(row)} of {card}, with {spare}.")
     if single.fits:
         how = "with full checkpointing " if single.choice.checkpointing == "full" else ""
-        text = f"One GPU is enough: {how}it needs {gib(single.peak_bytes)} of {card}. More GPUs only add speed; "
+        text = f"One GPU is enough: {how}it needs {need(single)} of {card}. More GPUs only add speed; "
         return Verdict("one-gpu", f"{text}on {n}, stage {row.choice.stage} fits with {spare}.")
-    need = f"one GPU would need {gib(single.peak_bytes)} of {card}"
+    alone = f"one GPU would need {need(single)} of {card}"
     if row.choice.stage == 0:
-        return Verdict("replicate", f"Fits as it is: {need}, but on {n} GPUs no sharding is needed, with {spare}.")
-    return Verdict("shard", f"Memory-bound, shard: {need}. Stage {row.choice.stage} over {n} GPUs fits with {spare}.")
+        return Verdict("replicate", f"Fits as it is: {alone}, but on {n} GPUs no sharding is needed, with {spare}.")
+    return Verdict("shard", f"Memory-bound, shard: {alone}. Stage {row.choice.stage} over {n} GPUs fits with {spare}.")
 
 
 def judge_states(row: Row) -> Verdict:
@@ -80,7 +90,7 @@ def judge_states(row: Row) -> Verdict:
     if not row.fits:
         return judge(row, row)
     held, spare = gib(row.peak_bytes), gib(row.spare_bytes)
-    text = f"Open: {name_of(row)} holds {held} of {gib(row.capacity_bytes)} without activations, which are not counted"
+    text = f"Open: {name_of(row)} holds {held} of {card_of(row)} without activations, which are not counted"
     return Verdict("open", f"{text}; they may take {spare}.")
 
 
@@ -96,8 +106,8 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
             nbytes = format_small(value * row.choice.reduce_itemsize)
             reason = f"{reason}; elements, {nbytes} in {row.choice.reduce_dtype}"
         out.append(Decision(name, value, by is None, reason))
-    for name, value in (("offload", "none"),):
-        asked = name in search.request.asked
+    for name, value in (("offload", row.choice.offload.told()),):
+        asked = name in search.request.fixed or name in search.request.asked
         out.append(Decision(name, value, not asked, f"asked by --{name}" if asked else "the only one built yet"))
     return (*out, *_training_decisions(search, row.choice))
 
@@ -174,6 +184,6 @@ def _checkpointing_reason(search: Search, row: Row) -> str:
         )
     without = search.row(replace(row.choice, checkpointing="none"))
     if not without.fits:
-        return f"without it {gib(without.peak_bytes)} are needed, {gib(-without.spare_bytes)} more than the card has"
+        return f"without it {need(without)} are needed, {gib(-without.spare_bytes)} more than the card has"
     share = format_percent(without.spare_bytes, without.capacity_bytes)
     return f"without it only {share} of the card stay free; a tenth is kept"

@@ -69,7 +69,7 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
                 for p in params:
                     p.grad = None
                 if params[0] is first:
-                    retained.clear()
+                    torch.autograd.Variable._execution_engine.queue_callback(retained.clear)
 
         return hook
 

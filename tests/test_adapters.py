@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -177,9 +176,10 @@ def test_four_bits_a_weight():
 def test_quantized_weights_are_made_whole_for_each_product():
     """The largest is there beside what a plain frozen one takes; nothing more is saved."""
     choice = replace(choose(2, 16), device="cuda")
-    whole, quantized = (profile(adapted(LLAMA, "all-linear", quantized=q), choice)["block"] for q in (False, True))
+    wide = replace(LLAMA, ffn=4096)
+    whole, quantized = (profile(adapted(wide, "all-linear", quantized=q), choice)["block"] for q in (False, True))
     assert quantized.saved == whole.saved
-    largest = LLAMA.ffn * LLAMA.hidden
+    largest = wide.ffn * wide.hidden
     extra = 2 * largest + 2 * 4 * -(-largest // 64)
     assert 0 < quantized.backward - whole.backward <= extra
 
@@ -193,7 +193,7 @@ def test_only_adapters_have_gradients_and_states(stage):
     assert sum(u.numel for u in trained) == spec.num_trained
     frozen = sum(x.total_bytes for x in ledger.lines if x.id.startswith("params.frozen."))
     base = 2 * (spec.num_params - spec.num_trained)
-    assert frozen == base if stage < 3 else frozen < base
+    assert base <= frozen < 1.05 * base if stage < 3 else frozen < base  # units are padded to 64 elements a rank
     full = ModelSpec("m", decoder_units(LLAMA), LLAMA)
     assert ledger.peak_bytes() < predict(full, choice).peak_bytes()
     sent, sent_full = traffic(spec, choice), traffic(full, choice)
@@ -227,11 +227,11 @@ def test_more_rank_never_costs_less(words):
 ASKED = {"gpus": 2, "mem": 8, "seq": 64, "lora": 8}
 
 
-def test_a_plan_with_adapters_comes_back_and_is_for_scripts(tmp_path, monkeypatch):
+def test_a_plan_with_adapters_comes_back_and_is_for_scripts(tmp_path):
     plan = zplan.plan("smollm2-135m", **ASKED, lora_targets="attention", lora_embeddings=True)
     assert parse_plan(json.loads(plan.to_json()), "p") == plan
     assert plan.estimate_only[0].startswith("`--lora 8`: ")
-    assert plan.command().endswith("--lora 8 --lora-targets attention --lora-embeddings")
+    assert "--lora 8 --lora-targets attention --lora-embeddings" in plan.command()
     (tmp_path / "plan.json").write_text(plan.to_json())
     with pytest.raises(ZplanError, match="`--lora 8` is estimate only"):
         look(tmp_path / "plan.json")
@@ -267,4 +267,3 @@ def test_a_count_alone_keeps_its_base_as_asked():
     assert found.model.num_params == 7 * 10**9 and found.model.missing_params == 9926144
     line = next(x for x in found.lines if x.id == "states.remainder")
     assert line.nbytes == 2 * 9926144
-    assert "torch" in sys.modules  # by this test alone: the planner's own imports are held by test_imports.py

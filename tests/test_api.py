@@ -91,6 +91,9 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_way_out():
     [
         ({"offload": "cpu"}, "`--offload cpu` is not built yet", "--offload none"),
         ({"offload": "disk"}, "`--offload disk` is unknown", "--offload none"),
+        ({"offload": "cpux"}, "`--offload cpux` is unknown", "cpu"),
+        ({"offload_params": "disk"}, "`--offload-params disk` is unknown", "--offload-params none"),
+        ({"offload_params": "cpu"}, "`--offload-params cpu` leaves the larger optimizer", "add --offload cpu"),
         ({"reduce_dtype": "fp8"}, "`--reduce-dtype fp8` is unknown", "fp32, bf16"),
         ({"optimizer": "adamww"}, "`--optimizer adamww` is unknown", "did you mean `adamw`?"),
         ({"precision": "fp8"}, "`--precision fp8` is not built yet", "bf16, fp16 or fp32"),

@@ -1,0 +1,183 @@
+"""Live bytes of many choices of one model, quickly: parts that choices share are evaluated once, deep models folded.
+
+[Note: folding] Equal blocks hold equal bytes. So in a phase counted from the front (`forward.blocks.0`) or from the
+back (`backward.blocks.<last>`) every line is affine in the number of blocks, and two models of a few blocks tell the
+total of a model of many, exactly. Between front and back the total is affine in the block's index, so it is largest at
+one of the two ends. A model of 126 blocks therefore costs what one of 6 costs. `tests/test_folding.py` holds the result
+to the whole ledger.
+
+[Note: parts] Of the lines of zplan's runtime, states and buffers do not depend on the batch, the sequence or
+checkpointing, nor activations on the stage or the ranks. A search that crosses both evaluates each part once and adds.
+
+What is neither affine nor split that way, such as the lines of other runtimes or of an offloaded share, is evaluated
+whole: `foldable` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+from zplan.planner.config import Choice
+from zplan.planner.ledger import Kind, Ledger, Line
+from zplan.planner.models import ModelSpec, decoder_units
+from zplan.planner.predict import batch_lines, shard_lines
+from zplan.planner.timeline import Timeline, timeline
+
+FRONT = 3
+"""Blocks counted from the front; the rest of a shallow model counts from the back."""
+
+Column = Kind | Literal["low", "high"]
+Vectors = dict[Column, list[int]]
+"""By phase the live device bytes of each kind, and how far their sum may be off, down and up."""
+
+OFF: tuple[Column, Column] = ("low", "high")
+
+_PLAIN = Choice(0, 1)
+
+
+def foldable(choice: Choice) -> bool:
+    """Whether the lines of a choice are affine in the blocks, and split into parts."""
+    return choice.runtime == "zplan" and choice.offload == _PLAIN.offload and choice.checkpoint_every == 1
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that is live at once: how much, when, between which bounds, and of which kinds."""
+
+    nbytes: int
+    phase: str
+    low: int
+    high: int
+    kinds: dict[Kind, int]
+
+
+@dataclass
+class Folding:
+    """One model, and its vectors so far.
+
+    Attributes
+    ----------
+    specs
+        Two models that differ by one block; the model itself where it has too few or unequal blocks.
+    extra
+        Blocks that the model has beyond the first of `specs`.
+    phases
+        Names in the model of the phases of the first of `specs`: the first and the last ones of each pass.
+    """
+
+    specs: tuple[ModelSpec, ...]
+    extra: int
+    phases: tuple[str, ...]
+    partner: tuple[int, ...]
+    """Index of each of `phases` in the second of `specs`."""
+    times: tuple[Timeline, ...]
+    memo: dict[Choice, Vectors] = field(default_factory=dict)
+
+    def peak(self, choice: Choice, further: Callable[[Sequence[str]], Iterable[Line]]) -> Peak:
+        """The peak of a choice, as of its whole ledger; the arguments are those of `vectors`."""
+        vectors = self.vectors(choice, further)
+        low, high = (vectors.pop(end, [0] * len(self.phases)) for end in OFF)
+        live = [sum(column) for column in zip(*vectors.values(), strict=True)]
+        at = live.index(max(live))
+        kinds = {kind: values[at] for kind, values in vectors.items() if kind not in OFF}
+        least, most = (max(n + off for n, off in zip(live, end, strict=True)) for end in (low, high))
+        return Peak(live[at], self.phases[at], least, most, cast("dict[Kind, int]", kinds))
+
+    def vectors(self, choice: Choice, further: Callable[[Sequence[str]], Iterable[Line]]) -> Vectors:
+        """Live bytes of a choice in each of `phases`.
+
+        Parameters
+        ----------
+        choice
+            One for which `foldable` is true.
+        further
+            Lines beside those of `predict`, for given phases.
+        """
+        shard = replace(choice, micro_batch=1, seq=1, checkpointing="none", attention="sdpa")
+        shard = replace(shard, accumulation=min(2, choice.accumulation), checkpoint_offload=False)
+        batch = replace(choice, stage=0, world_size=1, accumulation=1, ring_slots=2, piece_numel=1, saving="foreground")
+        if shard not in self.memo:
+            self.memo[shard] = self._sum(lambda spec, time: shard_lines(spec, shard, time))
+        if batch not in self.memo:
+            self.memo[batch] = self._sum(lambda spec, time: batch_lines(spec, batch, time))
+        rest = self._sum(lambda spec, time: further(time.phases))
+        return add(add(self.memo[shard], self.memo[batch]), rest)
+
+    def affine(self, number_of: Callable[[ModelSpec], int]) -> int:
+        """A number of the model, of which only affine dependence on the blocks is known, from the shallow ones'."""
+        first, *second = map(number_of, self.specs)
+        return first + self.extra * (second[0] - first) if second else first
+
+    def _sum(self, lines_of: Callable[[ModelSpec, Timeline], Iterable[Line]]) -> Vectors:
+        """Live bytes of the lines that a function gives, unfolded to the model."""
+        first, *second = (_by_kind(lines_of(s, t), t.phases) for s, t in zip(self.specs, self.times, strict=True))
+        if not second:
+            return first
+        nothing = [0] * len(self.phases)
+        out: Vectors = {}
+        for kind, deeper in second[0].items():
+            shallow = first.get(kind, nothing)
+            out[kind] = [a + self.extra * (deeper[j] - a) for a, j in zip(shallow, self.partner, strict=True)]
+        return out
+
+
+def fold(spec: ModelSpec, *, ring_slots: int) -> Folding:
+    """Fold a model; see [Note: folding].
+
+    Parameters
+    ----------
+    spec
+        A model of known architecture.
+    ring_slots
+        Of the ring; shallow models have more blocks than that, so that they too have one.
+    """
+    blocks = [u for u in spec.units if u.kind == "block"]
+    shallow = max(2 * FRONT, ring_slots + 1)
+    arch = spec.arch
+    if arch is None or len(blocks) <= shallow + 1 or not _alike(spec, arch.layers):
+        time = timeline(spec.units)
+        return Folding((spec,), 0, time.phases, tuple(range(len(time.phases))), (time,))
+    specs = []
+    for layers in (shallow, shallow + 1):
+        small = replace(arch, layers=layers)
+        specs.append(ModelSpec(spec.name, decoder_units(small), small))
+    times = tuple(timeline(s.units) for s in specs)
+    own, extra = times[0].phases, arch.layers - shallow
+    partner = tuple(times[1].at(_renamed(p, 1)) for p in own)
+    return Folding(tuple(specs), extra, tuple(_renamed(p, extra) for p in own), partner, times)
+
+
+def _alike(spec: ModelSpec, layers: int) -> bool:
+    """Whether the blocks are numbered through and all of one shape."""
+    blocks = [u for u in spec.units if u.kind == "block"]
+    if [u.name for u in blocks] != [f"blocks.{i}" for i in range(layers)]:
+        return False
+    sizes = [p.shape for p in blocks[0].params]
+    return all([p.shape for p in u.params] == sizes and not u.frozen for u in blocks)
+
+
+def _renamed(phase: str, further: int) -> str:
+    """A phase's name in a model with so many further blocks: those past the front move back."""
+    pass_, dot, k = phase.partition("blocks.")
+    return f"{pass_}blocks.{int(k) + further}" if dot and int(k) >= FRONT else phase
+
+
+def _by_kind(lines: Iterable[Line], phases: tuple[str, ...]) -> Vectors:
+    columns: dict[Column, list[Line]] = {}
+    for line in lines:
+        columns.setdefault(line.kind, []).append(line)
+        bounds = line.bounds
+        if bounds[0] != bounds[1]:
+            for end, bound in zip(OFF, bounds, strict=True):
+                columns.setdefault(end, []).append(replace(line, nbytes=bound - line.nbytes))
+    return {column: list(Ledger(phases, tuple(found)).per_phase()) for column, found in columns.items()}
+
+
+def add(a: Vectors, b: Vectors) -> Vectors:
+    """Kind by kind."""
+    out = dict(a)
+    for kind, values in b.items():
+        out[kind] = [x + y for x, y in zip(out[kind], values, strict=True)] if kind in out else values
+    return out
