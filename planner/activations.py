@@ -171,8 +171,20 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             real = _real(phase, unit, i, arch.layers, sim.blocks)
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
+    offloaded = _offloaded_inputs(arch, choice, at)
     exact = arch.runnable and not (spec.adapters and spec.adapters.quantized)
-    return tuple(_lines(found, "derived" if exact else "estimate"))
+    return (*_lines(found, "derived" if exact else "estimate"), *offloaded)
+
+
+def _offloaded_inputs(arch: Architecture, choice: Choice, at: dict[str, int]) -> tuple[Line, ...]:
+    """The hidden states that each checkpointed segment is called with, while they wait in pinned host memory."""
+    if not choice.checkpoint_offload:
+        return ()
+    nbytes = choice.micro_batch * choice.seq * arch.hidden * choice.itemsize
+    starts = range(0, arch.layers, choice.checkpoint_every)
+    spans = tuple((at[f"forward.blocks.{i}"], at[f"backward.blocks.{i}"]) for i in starts)
+    note = "inputs of checkpointed segments; the copies themselves are assumed to finish within their block"
+    return (Line("act.block.checkpoint", nbytes, spans, "activations", "pinned", "derived", note),)
 
 
 def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
@@ -245,7 +257,7 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
 
 def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = None) -> Simulation:
     """The tape of a step of the first, a middle and the last block, for every batch and sequence at once."""
-    small = replace(arch, layers=min(arch.layers, SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS))
+    small = replace(arch, layers=_simulated(arch.layers, choice, adapters))
     return _simulate(
         small,
         adapters,
@@ -259,6 +271,13 @@ def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = N
 
 def _recipe(choice: Choice) -> Recipe:
     return Recipe(**{f.name: getattr(choice, f.name) for f in fields(Recipe)})
+
+
+def _simulated(layers: int, choice: Choice, adapters: Adapters | None) -> int:
+    """How many blocks tell all about a model; in segments of several every block has a place of its own."""
+    if choice.checkpointing == "full" and choice.checkpoint_every > 1:
+        return layers
+    return min(layers, SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS)
 
 
 def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
@@ -376,6 +395,8 @@ def _line_id(tape: Tape, s: Storage, turn: int, last: int) -> str:
     here = _unit(ends) == own
     if ends == "backward.positions" and s.born >= turn:
         return "act.positions.grad"
+    if s.again and s.born >= turn:
+        return f"act.{_kind(own)}.recomputed"
     if s.born >= turn:
         return f"act.{_kind(own)}.grad" + (".partial" if here else "")
     if ends == f"reduce.{own}":

@@ -136,6 +136,8 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     seq: int | None = None,
     precision: str | None = None,
     checkpointing: str | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_offload: bool = False,
     attention: str | None = None,
     reduce_dtype: str | None = None,
     device: str | None = None,
@@ -169,6 +171,8 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Where the optimizer and the parameters lie between their uses: `none`, `cpu` or `nvme`.
     optimizer
         A name of `planner/optimizers.py`: what zplan does not step with is answered as `estimate only`.
+    checkpoint_every, checkpoint_offload
+        Blocks in one checkpointed segment; whether a segment's input waits in host memory.
     reduce_dtype
         `fp32` or `bf16`: in which gradients are reduced and accumulated.
     config
@@ -275,6 +279,8 @@ def plan(  # noqa: PLR0913 - as `estimate`
     seq: int | None = None,
     precision: str | None = None,
     checkpointing: str | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_offload: bool = False,
     attention: str | None = None,
     reduce_dtype: str | None = None,
     device: str | None = None,

@@ -397,7 +397,6 @@ class Aten:
     def mm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
         left, right = a.node is not None, b.node is not None
-        self.tape.multiply(*a_shape, b_shape[1])
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(*a_shape, b_shape[1], times=left + right)
@@ -405,14 +404,23 @@ class Aten:
             return [self.tape.new(a_shape, g[0].itemsize, "mm.input") if left else None, second]
 
         node = self.tape.node([a, b], backward, *_factors(a, b))
-        out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "mm")
+        out = self._made(a, b, "mm")
         self.tape.finish(node, out)
         return out
+
+    def _made(self, a: Value, b: Value, label: str) -> Value:
+        """The product of two matrices, unless selective checkpointing kept it."""
+        m, k, n, itemsize = *a.shape, b.shape[1], a.itemsize
+
+        def make() -> list[Value]:
+            self.tape.multiply(m, k, n)
+            return [self.tape.new((m, n), itemsize, label)]
+
+        return self.tape.product(make)[0]
 
     def addmm(self, bias: Value, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
         left, right = a.node is not None, b.node is not None
-        self.tape.multiply(*a_shape, b_shape[1])
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(*a_shape, b_shape[1], times=left + right)
@@ -421,7 +429,7 @@ class Aten:
             return [g[0].alias(), first, second]
 
         node = self.tape.node([bias, a, b], backward, *_factors(a, b))
-        out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "addmm")
+        out = self._made(a, b, "addmm")
         self.tape.finish(node, out)
         return out
 
@@ -604,10 +612,9 @@ class Aten:
         """Fused attention of (B, H, T, D) over (B, G, T, D). What is causal saves half of the products, and no bytes."""
         kernel = self.table.attention[q.itemsize]
         (b, h, t, d), groups = q.shape, k.shape[1]
-        # Scores and values. Backward makes the scores again: five products.
-        self.tape.multiply(b, h, t, t, d, times=2, per=1 + causal)
 
         def backward(g: Grads, s: Grads) -> Outs:
+            # Scores and values are two products. Backward makes the scores again: five.
             self.tape.multiply(b, h, t, t, d, times=5, per=1 + causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":
@@ -626,18 +633,22 @@ class Aten:
                 work.clear()
             return grads
 
+        def make() -> list[Value]:
+            self.tape.multiply(b, h, t, t, d, times=2, per=1 + causal)
+            if kernel == "efficient":
+                out = self._row_major_heads(q.shape, q.itemsize, "attention output")
+                lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")
+            else:
+                out = self.like(q, "attention output")
+                lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
+            # A generator's seed and offset, unused without dropout but there.
+            seeds = {"cpu": (), "flash": (2, 1), "efficient": (1, 1)}[kernel]
+            return [out, lse, *(self.tape.new((n,), INT64, "philox") for n in seeds)]
+
         node = self.tape.node([q, k, v], backward, q, k, v)
-        if kernel == "efficient":
-            out = self._row_major_heads(q.shape, q.itemsize, "attention output")
-            lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")
-        else:
-            out = self.like(q, "attention output")
-            lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
-        # A generator's seed and offset, unused without dropout but there.
-        seeds = {"cpu": (), "flash": (2, 1), "efficient": (1, 1)}[kernel]
-        philox = [self.tape.new((n,), INT64, "philox") for n in seeds]
-        self.tape.finish(node, out, saved=[out, lse, *philox])
-        return out
+        made = self.tape.product(make)
+        self.tape.finish(node, made[0], saved=made)
+        return made[0]
 
     def _row_major_heads(self, shape: Sequence[int], itemsize: int, label: str) -> Value:
         """A new (B, H, T, D) that lies in memory as (B, T, H, D)."""

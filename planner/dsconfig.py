@@ -75,6 +75,10 @@ class TrainingConfig:
     max_live: int | None = None
     """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
+    checkpoint_every: int = 1
+    """Blocks in one checkpointed segment."""
+    checkpoint_offload: bool = False
+    """Inputs of checkpointed segments wait in host memory."""
     attention: Attention = "sdpa"
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
@@ -106,8 +110,8 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
     return max(2, min(max_live // max(blocks, default=1), len(blocks)))
 
 
-_EXTRA_INTS = ("ring_slots", "seq")
-EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention", "saving")
+_EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
+EXTRAS = (*_EXTRA_INTS, "checkpointing", "checkpoint_offload", "attention", "saving")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -387,4 +391,6 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))
+    if "checkpoint_offload" in block:
+        found["checkpoint_offload"] = want_bool("checkpoint_offload", where, block["checkpoint_offload"])
     return ()

@@ -18,6 +18,8 @@ from zplan.planner.tape import UnitGradients, Value
 
 Params = dict[str, Value]
 Block = Callable[..., Value]
+Call = tuple[str, Block, tuple[Value, ...]]
+"""A block's name, what runs it, and what it is called with beside the hidden states."""
 
 
 def rotary_tables(op: Aten, arch: Architecture, seq: int, itemsize: int) -> tuple[Value, Value]:
@@ -137,6 +139,8 @@ class Recipe:
     """How a step runs its model, as far as activations can tell. Fields are those of `Choice`."""
 
     checkpointing: Checkpointing = "none"
+    checkpoint_every: int = 1
+    checkpoint_offload: bool = False
     attention: Attention = "sdpa"
 
 
@@ -160,7 +164,9 @@ class StepTape(ABC):
                 op.adapters[self.params[f"{base}.weight"].storage] = (first, self.params[base + LORA_B])
 
     def unit(self, name: str, run: Block, *inputs: Value) -> Value:
-        """Call a unit between its phases."""
+        """Call a unit between its phases; one that runs again is in a phase of backward already."""
+        if self.tape.recomputing:
+            return run(*inputs)
         self.tape.enter(f"forward.{name}")
         return self.starts(run(*inputs), f"backward.{name}")
 
@@ -170,11 +176,32 @@ class StepTape(ABC):
             out.node.on_gradient = phase
         return out
 
-    def block(self, name: str, run: Block, *inputs: Value) -> Value:
-        """Call a block, checkpointed where the recipe says so."""
-        if self.recipe.checkpointing == "full" and self.tape.gradients:
-            return self.unit(name, partial(self.tape.checkpoint, run), *inputs)
-        return self.unit(name, run, *inputs)
+    def blocks(self, start: list[Value], calls: Sequence[Call]) -> Value:
+        """Call all blocks in order, checkpointed as the recipe says: each alone, or so many in one segment.
+
+        `start` holds the first hidden states and is emptied: their name is what the blocks' outputs take over.
+        """
+        x = start.pop()
+        recipe, every = self.recipe, self.recipe.checkpoint_every
+        if recipe.checkpointing == "none" or not self.tape.gradients:
+            for name, run, further in calls:
+                x = self.unit(name, run, x, *further)
+            return x
+        keep = partial(
+            self.tape.checkpoint, selective=recipe.checkpointing == "selective", offload=recipe.checkpoint_offload
+        )
+        if every == 1:
+            for name, run, further in calls:
+                x = self.unit(name, partial(keep, run), x, *further)
+            return x
+        for i in range(0, len(calls), every):
+            x = keep(partial(self._segment, calls[i : i + every]), x)
+        return x
+
+    def _segment(self, calls: Sequence[Call], x: Value) -> Value:
+        for name, run, further in calls:
+            x = self.unit(name, run, x, *further)
+        return x
 
     def evaluate(self, batch: int, seq: int) -> None:
         """A batch and its forward, on a tape without gradients."""
@@ -204,20 +231,23 @@ class DecoderTape(StepTape):
     """`runtime/decoder.py`."""
 
     def features(self, ids: Value) -> Value:
-        op, arch, p = self.op, self.arch, self.params
         t = ids.shape[1]
-        x = self.starts(op.embedding(p["embed.weight"], ids), "backward.embed")
+        start = [self.starts(self.op.embedding(self.params["embed.weight"], ids), "backward.embed")]
         tables: tuple[Value, ...] = ()
-        if arch.family == "llama":
-            tables = rotary_tables(op, arch, t, self.itemsize)
+        if self.arch.family == "llama":
+            tables = rotary_tables(self.op, self.arch, t, self.itemsize)
         else:
-            x = op.add(x, self._positions(self.tape.new((t,), INT64, "positions.ids")))
-        for i in range(arch.layers):
+            start[0] = self.op.add(start[0], self._positions(self.tape.new((t,), INT64, "positions.ids")))
+        return self.unit("norm", self._norm, self.blocks(start, self._calls(tables)))
+
+    def _calls(self, tables: tuple[Value, ...]) -> list[Call]:
+        out = []
+        for i in range(self.arch.layers):
             prefix = f"blocks.{i}."
-            params = {k.removeprefix(prefix): v for k, v in p.items() if k.startswith(prefix)}
-            run = BLOCKS[arch.family](op, params, arch, self.recipe.attention)
-            x = self.block(prefix[:-1], run, x, *tables)
-        return self.unit("norm", self._norm, x)
+            params = {k.removeprefix(prefix): v for k, v in self.params.items() if k.startswith(prefix)}
+            run = BLOCKS[self.arch.family](self.op, params, self.arch, self.recipe.attention)
+            out.append((prefix[:-1], run, tables))
+        return out
 
     def _positions(self, ids: Value) -> Value:
         return self.unit(

@@ -44,11 +44,9 @@ class BertTape(StepTape):
         return op.linear(x, weight, p["cls.predictions.bias"])
 
     def features(self, ids: Value) -> Value:
+        # Every layer is called in a phase of its own; the embedding's output keeps its name, as in the class.
         embedded = self.starts(self.embed(ids), "backward.embed")
-        hidden = embedded
-        for i in range(self.arch.layers):
-            hidden = self.block(f"blocks.{i}", self.layer(i).run, hidden)
-        return hidden
+        return self.blocks([embedded], [(f"blocks.{i}", self.layer(i).run, ()) for i in range(self.arch.layers)])
 
     def forward(self, ids: Value, labels: Value) -> Value:
         hidden = self.features(ids)

@@ -30,18 +30,19 @@ class ClassTape(StepTape):
 
     def layers(
         self,
-        hidden: Value,
+        start: list[Value],
         positions: Value,
         tables: Sequence[tuple[Value, ...]],
         masks: Sequence[Value],
     ) -> Value:
         """All layers and the last norm."""
+        calls = []
         for i in range(self.arch.layers):
             run = Block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style, self.recipe.attention).run
             # Where there are two kinds of layers the first one stands for those of the other kind.
             kind = -1 if i == 0 else 0
-            hidden = self.block(f"blocks.{i}", run, hidden, positions, *tables[kind], *(masks and [masks[kind]]))
-        return self.unit("norm", self._norm, hidden)
+            calls.append((f"blocks.{i}", run, (positions, *tables[kind], *(masks and [masks[kind]]))))
+        return self.unit("norm", self._norm, self.blocks(start, calls))
 
     def embed(self, ids: Value) -> Value:
         out = self.op.embedding(self.by_unit["embed"]["weight"], ids)
@@ -62,7 +63,7 @@ class ClassTape(StepTape):
         wide = self.arch.trait("rotary") or self.arch.head_dim
         itemsize = FP32 if self.style.rotary_fp32 else self.itemsize
         tables = [rotary_tables(self.op, wide, seq, itemsize) for _ in range(self.style.tables)]
-        return self.layers(embedded, positions, tables, masks)
+        return self.layers([embedded], positions, tables, masks)
 
     def _look_for_packing(self, batch: int, seq: int) -> None:
         """Whether positions start again anywhere: their differences, and how often they are not 1."""
@@ -112,7 +113,7 @@ class ClassTape(StepTape):
         table = partial(self.op.embedding, self.by_unit["positions"]["weight"], table="positions")
         rows = self.unit("positions", lambda x: table(self.op.like(x, "positions.ids")), positions)
         # The sum has no name here: a layer that does not save its input lets it go.
-        out = self.layers(self.op.add(embedded, rows), positions, [()], masks)
+        out = self.layers([self.op.add(embedded, rows)], positions, [()], masks)
         del mask
         return out
 

@@ -30,6 +30,8 @@ OPTION = {
     "device": "--device",
     "optimizer": "--optimizer",
     "reduce_dtype": "--reduce-dtype",
+    "checkpoint_every": "--checkpoint-every",
+    "checkpoint_offload": "--checkpoint-offload",
     "offload": "--offload",
     "ring_slots": "`ring_slots`",
     "saving": "--saving",
@@ -115,6 +117,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed["offload"] = read_offload(given)
     fixed_by = {name: OPTION[name] for name in fixed}
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
+    _settle_checkpointing(fixed, fixed_by)
     return Request(
         model=given.get("model"),
         params=parse_count(given["params"], "--params") if "params" in given else None,
@@ -132,6 +135,20 @@ def make_request(given: Mapping[str, Any]) -> Request:
         asked={name: _plain(given[name]) for name in ARGUMENTS if name in given},
         notes=notes,
     )
+
+
+def _settle_checkpointing(fixed: dict[str, Any], fixed_by: dict[str, str]) -> None:
+    """Segments and offload are kinds of full checkpointing, which they ask for."""
+    for name in ("checkpoint_every", "checkpoint_offload"):
+        if fixed.get(name, 1) in (1, False) and fixed.get(name) is not True:
+            continue
+        how = fixed.setdefault("checkpointing", "full")
+        fixed_by.setdefault("checkpointing", fixed_by[name])
+        if how != "full":
+            raise ZplanError(
+                f"{fixed_by[name]} is about checkpointed blocks, and checkpointing is `{how}`",
+                "use --checkpointing full",
+            )
 
 
 def _tuning(given: Mapping[str, Any]) -> Tuning | None:
@@ -228,6 +245,10 @@ def _check(name: str, value: Any) -> Any:
         if value not in _WORDS[name]:
             near = did_you_mean(str(value), _WORDS[name])
             raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
+        return value
+    if name == "checkpoint_offload":
+        if not isinstance(value, bool):
+            raise ZplanError(f"`checkpoint_offload` is {value!r}", "give True or False")
         return value
     if name == "optimizer":
         from zplan.planner.optimizers import find_kind

@@ -23,7 +23,12 @@ class Limit:
     """What can be run."""
 
     def told(self) -> str:
-        return f"`{self.key} {self.value}`: {self.why}"
+        return f"`{self.words}`: {self.why}"
+
+    @property
+    def words(self) -> str:
+        """As it is asked for: `--optimizer lion`."""
+        return f"{self.key} {self.value}".strip()
 
 
 def limits(choice: Choice, spec: ModelSpec | None = None) -> tuple[Limit, ...]:
@@ -55,6 +60,14 @@ def _limits(c: Choice) -> Iterator[Limit]:
     if not kind_of(c.optimizer).runnable:
         can = ", ".join(name for name, kind in KINDS.items() if kind.runnable)
         yield Limit("--optimizer", c.optimizer, f"zplan's step is {can}", f"use --optimizer {can}")
+    if c.checkpointing == "selective":
+        why = "zplan's decoders checkpoint a block whole or not at all"
+        yield Limit("--checkpointing", "selective", why, "use --checkpointing full or none")
+    if c.checkpoint_every > 1:
+        why = "zplan gathers a segment's blocks for its recompute one by one, each alone"
+        yield Limit("--checkpoint-every", str(c.checkpoint_every), why, "use --checkpoint-every 1")
+    if c.checkpoint_offload:
+        yield Limit("--checkpoint-offload", "", "zplan keeps checkpoints on the GPU", "leave --checkpoint-offload out")
     if c.reduce_dtype != "fp32":
         why = "zplan reduces and accumulates gradients in fp32"
         yield Limit("--reduce-dtype", c.reduce_dtype, why, "use --reduce-dtype fp32")
@@ -63,4 +76,4 @@ def _limits(c: Choice) -> Iterator[Limit]:
 def refuse_unrunnable(choice: Choice, spec: ModelSpec | None = None) -> None:
     """Raise a `ZplanError` that names the first key which can't be run."""
     for limit in limits(choice, spec):
-        raise ZplanError(f"`{limit.key} {limit.value}` is estimate only: {limit.why}", limit.instead)
+        raise ZplanError(f"`{limit.words}` is estimate only: {limit.why}", limit.instead)

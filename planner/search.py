@@ -29,7 +29,7 @@ from zplan.planner.textbook import Rate, runtime_rate
 from zplan.planner.timeline import timeline
 
 STAGES = (0, 1, 2, 3)
-TRAINING = ("optimizer", "reduce_dtype")
+TRAINING = ("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload")
 """Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
 POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
 """Families that cannot run a longer sequence than they have positions for."""

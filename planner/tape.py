@@ -76,10 +76,12 @@ def _split(nbytes: int) -> tuple[int, int]:
 class Storage:
     """Bytes that live from birth to death. `born` and `died` are phase indices."""
 
-    __slots__ = ("at", "born", "coefficient", "died", "label", "refs")
+    __slots__ = ("again", "at", "born", "coefficient", "died", "label", "refs")
 
     def __init__(self, at: int, coefficient: int, label: str, born: int) -> None:
         self.at, self.coefficient, self.label, self.born = at, coefficient, label, born
+        self.again = False
+        """Born while a checkpointed call ran again."""
         self.died: int | None = None
         self.refs = 0
 
@@ -186,6 +188,21 @@ class Frame:
     inputs: list[Value]
     packed: int = 0
     recomputed: Gradients | None = None
+    kept: list[list[Value]] | None = None
+    """Selective: the results of products in order, which are not made again; None: everything is."""
+    taken: int = 0
+    """How many of `kept` a second run has used."""
+    away: Away | None = None
+    """What stands for the first input while it waits in host memory."""
+
+
+@dataclass(frozen=True)
+class Away:
+    """A value that left the device: its shape and itemsize, and the node that it had."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    node: Node | None
 
 
 @dataclass
@@ -284,6 +301,7 @@ class Tape:
 
     def _allocate(self, at: int, coefficient: int, label: str) -> Storage:
         storage = Storage(at, coefficient, label, len(self.phases) - 1)
+        storage.again = self.recomputing
         self.storages.append(storage)
         self._live[at] += coefficient
         self._grew = True
@@ -340,16 +358,56 @@ class Tape:
             raise StopRecompute
         return value.alias()
 
-    def checkpoint(self, run: Callable[..., Value], *inputs: Value) -> Value:
-        """Non-reentrant activation checkpointing with early stop: keep the inputs, run again at the first unpack."""
-        self._frame = Frame(run, [v.alias_with_node() for v in inputs])
+    @property
+    def recomputing(self) -> bool:
+        """Whether a checkpointed call is run again."""
+        return self._frame is not None and self._frame.recomputed is not None
+
+    def checkpoint(
+        self, run: Callable[..., Value], *inputs: Value, selective: bool = False, offload: bool = False
+    ) -> Value:
+        """Non-reentrant activation checkpointing with early stop: keep the inputs, run again at the first unpack.
+
+        Parameters
+        ----------
+        run, inputs
+            What is called, and with what.
+        selective
+            Keep the results of products (`product`) too, and do not make them again.
+        offload
+            Let the first input wait in host memory: it is on the device in forward, and from the second run on.
+        """
+        frame = Frame(run, [v.alias_with_node() for v in inputs], kept=[] if selective else None)
+        if offload:
+            first = frame.inputs.pop(0)
+            frame.away = Away(first.shape, first.itemsize, first.node)
+            del first
+        self._frame = frame
         out = run(*inputs)
         self._frame = None
         return out
 
+    def product(self, make: Callable[[], list[Value]]) -> list[Value]:
+        """Results of a matrix product or attention kernel; those that selective checkpointing kept are not made."""
+        frame = self._frame
+        if frame is None or frame.kept is None:
+            return make()
+        if frame.recomputed is None:
+            made = make()
+            frame.kept.append([v.alias() for v in made])
+            return made
+        kept, frame.kept[frame.taken] = frame.kept[frame.taken], []
+        frame.taken += 1
+        return kept
+
     def _recompute(self, frame: Frame) -> None:
         frame.recomputed = []
         self._frame = frame
+        if frame.away is not None:
+            back = self.new(frame.away.shape, frame.away.itemsize, "checkpoint")
+            back.node = frame.away.node
+            frame.inputs.insert(0, back)
+            del back
         try:
             frame.run(*frame.inputs)
         except StopRecompute:

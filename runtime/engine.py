@@ -448,6 +448,8 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         seq=training.seq or 0,
         precision=training.precision,
         checkpointing=training.checkpointing,
+        checkpoint_every=training.checkpoint_every,
+        checkpoint_offload=training.checkpoint_offload,
         attention=training.attention,
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,

@@ -208,9 +208,10 @@ def test_no_command_shows_help(run):
 
 
 QUESTION = (
-    "--model --params --gpus --nodes --mem --gpu --host-mem --margin --stage --offload --offload-params --optimizer "
-    "--accumulation --micro-batch --global-batch --seq --precision --checkpointing --reduce-dtype --attention --device "
-    "--saving --config --lora --lora-targets --lora-embeddings --qlora --offline "
+    "--model --params --gpus --nodes --mem --gpu --host-mem --margin --stage --offload --offload-params "
+    "--optimizer --accumulation --micro-batch --global-batch --seq --precision --checkpointing --checkpoint-every "
+    "--checkpoint-offload --reduce-dtype --attention --device --saving --config --lora --lora-targets --lora- "
+    "embeddings --qlora --offline "
 )
 FLAGS = {
     "estimate": QUESTION + "--json --check",
