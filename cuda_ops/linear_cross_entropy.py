@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zplan.cuda_ops import compiler, reference
 from zplan.cuda_ops.adamw import KINDS
+from zplan.cuda_ops.autograd import refuse_second_derivative
 
 CHUNK = 2048
 """Tokens of one chunk, unless the caller says otherwise."""
@@ -125,8 +125,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_cross_entropy")
         if ctx.grads is None:
             raise RuntimeError(
                 "backward through linear_cross_entropy a second time: its gradients were made in forward, once"

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zplan.cuda_ops import compiler, reference
 from zplan.cuda_ops.adamw import KINDS
+from zplan.cuda_ops.autograd import refuse_second_derivative
 
 PARTS = 256
 """Blocks of the backward, each with an fp32 row of its part of the weight's gradient. On every GPU the same, so that
@@ -73,8 +73,8 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        refuse_second_derivative("rms_norm")
         return (*backward(grad.contiguous(), *ctx.saved_tensors), None)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zplan.cuda_ops import compiler, reference
 from zplan.cuda_ops.adamw import KINDS
+from zplan.cuda_ops.autograd import refuse_second_derivative
 
 
 class _Rotary(ctypes.Structure):
@@ -44,8 +44,8 @@ class _RotaryEmbedding(torch.autograd.Function):
         return turn(x.contiguous(), cos, sin, sign=1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative("rotary")
         return turn(grad.contiguous(), *ctx.saved_tensors, sign=-1), None, None
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zplan.cuda_ops import compiler, reference
 from zplan.cuda_ops.adamw import KINDS
+from zplan.cuda_ops.autograd import refuse_second_derivative
 
 
 class _SwiGlu(ctypes.Structure):
@@ -41,8 +41,8 @@ class _SwiGLU(torch.autograd.Function):
         return forward(gate, up)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        refuse_second_derivative("swiglu")
         if ctx.spent:
             raise RuntimeError("backward through swiglu a second time: the first one wrote over gate and up")
         ctx.spent = True
