@@ -26,6 +26,7 @@ from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision
 from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, StepTape
+from zplan.planner.fused import WEIGHT_SUM, chunk_tokens
 from zplan.planner.ledger import Line, Source
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
@@ -217,7 +218,8 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     positions, rows = (b * t, arch.max_seq + 2) if arch.family == "opt" else (t, arch.max_seq)
     tables = ((b * t, arch.vocab), (positions, rows), (b * t, arch.trait("types")))
     tokens, placed, typed = (embedding_sort_bytes(n, rows, arch.hidden) for n, rows in tables)
-    return monomials(b, t, (tokens, placed, typed))
+    chunk = chunk_tokens(b * t, arch.vocab, choice.itemsize)
+    return monomials(b, t, (tokens, placed, typed), chunk)
 
 
 def _simulation(arch: Architecture, choice: Choice) -> Simulation:
@@ -228,6 +230,8 @@ def _simulation(arch: Architecture, choice: Choice) -> Simulation:
         choice.precision,
         choice.checkpointing,
         choice.attention,
+        choice.kernels == "fused",
+        choice.cross_entropy == "fused",
         1 if choice.micro_batch == 1 else PRIME_B,
         1 if choice.seq == 1 else PRIME_T,
     )
@@ -240,13 +244,17 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     precision: Precision,
     checkpointing: Checkpointing,
     attention: Attention,
+    fused: bool,  # noqa: FBT001
+    fused_loss: bool,  # noqa: FBT001
     batch: int,
     seq: int,
 ) -> Simulation:
     table = DEVICES[device]
     tape = Tape(in_place_accumulation=table.in_place_accumulation)
     make = DecoderTape if arch.runnable else _class_tape(arch)
-    run = make(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
+    op = Aten(tape, table)
+    op.fused, op.fused_loss = fused, fused_loss
+    run = make(op, arch, decoder_units(arch), ITEMSIZE[precision])
     run.step(batch, seq, checkpointing, attention)
     return _read(tape)
 
@@ -275,6 +283,10 @@ def _read(tape: Tape) -> Simulation:
         if line_id == "grads.tied" and tape.phases[last] == "reduce.embed":
             # Added up in place, the head's gradient of a tied weight becomes the embedding's.
             parts = [(line_id, unit, first, last - 1), ("grads.embed", "embed", last, last)]
+        elif line_id.startswith("grads.") and line_id != "grads.tied" and s.born < turn:
+            # A weight's gradient that the forward summed up becomes, in fp32, what autograd leaves on the parameter.
+            landed = tape.phases.index(f"reduce.{unit}")
+            parts = [(f"act.{_kind(unit)}.weight_sum", unit, first, landed - 1), (line_id, unit, landed, last)]
         for key in parts:
             groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
     return Simulation(
@@ -310,6 +322,8 @@ def _line_id(tape: Tape, s: Storage, turn: int, last: int) -> str:
         return "act.loss.value" if s.label == "loss" else "act.loss.seed"
     if s.label == PARAMETER_GRADIENT:
         return f"grads.{_kind(own)}" if f"reduce.{own}" in tape.phases else "grads.tied"
+    if s.label == WEIGHT_SUM:
+        return f"act.{_kind(own)}.weight_sum"
     if s.label == "positions.ids":
         own = "positions"
     here = _unit(ends) == own
