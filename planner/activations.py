@@ -177,6 +177,10 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
         )
+    if choice.kernels == "fused" and not (arch.runnable and arch.family == "llama"):
+        raise ZplanError(
+            f"there are no fused kernels for blocks of model_type `{arch.family}`", 'use "kernels": "torch"'
+        )
     if arch.family == "llama" and (arch.head_dim < 4 or arch.head_dim % 2):
         raise ZplanError(
             f"heads of width {arch.head_dim} have no rotary halves that attention kernels take",
@@ -195,6 +199,11 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
 
 def _check_class(arch: Architecture, choice: Choice) -> None:
     """Refuse what the op lists of Hugging Face classes leave out."""
+    if choice.cross_entropy == "fused":
+        raise ZplanError(
+            f"the class of model_type `{arch.family}` makes its logits itself, so they are always whole",
+            'use "cross_entropy": "plain"',
+        )
     fused, window = choice.attention == "sdpa", arch.trait("window")
     if fused and arch.family == "gemma2":
         raise ZplanError(f"the class of model_type `{arch.family}` refuses fused attention", "use --attention eager")
