@@ -26,6 +26,7 @@ from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Choice, Device, Precision
 from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, Recipe, StepTape
+from zplan.planner.fused import WEIGHT_SUM, chunk_tokens
 from zplan.planner.ledger import Line, Source
 from zplan.planner.models import Adapters, Architecture, ModelSpec, Unit, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
@@ -211,6 +212,12 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
         )
+    if choice.kernels == "fused" and not (arch.runnable and arch.family == "llama"):
+        raise ZplanError(
+            f"there are no fused kernels for blocks of model_type `{arch.family}`", 'use "kernels": "torch"'
+        )
+    if choice.cross_entropy == "bf16" and choice.precision == "fp32":
+        raise ZplanError("`--loss bf16` leaves out a cast to fp32, and all is fp32", "use --loss plain")
     if arch.family == "llama" and (arch.head_dim < 4 or arch.head_dim % 2):
         raise ZplanError(
             f"heads of width {arch.head_dim} have no rotary halves that attention kernels take",
@@ -229,6 +236,12 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
 
 def _check_class(arch: Architecture, choice: Choice) -> None:
     """Refuse what the op lists of Hugging Face classes leave out."""
+    if choice.cross_entropy in ("fused", "chunked") and _own_head(arch):
+        raise ZplanError(
+            f"the head of model_type `{arch.family}` is no plain matrix, so `--loss {choice.cross_entropy}` has no "
+            "place in it",
+            "use --loss plain",
+        )
     fused, window = choice.attention == "sdpa", arch.trait("window")
     if fused and arch.family == "gemma2":
         raise ZplanError(f"the class of model_type `{arch.family}` refuses fused attention", "use --attention eager")
@@ -246,13 +259,20 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
         )
 
 
+def _own_head(arch: Architecture) -> bool:
+    """Whether logits are more than features times a matrix: biased, capped or transformed."""
+    biased = any(p.name.endswith("bias") for u in decoder_units(arch) if u.kind == "head" for p in u.params)
+    return biased or bool(arch.trait("capped_logits"))
+
+
 def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     b, t = choice.micro_batch, choice.seq
     # GPT-2 looks up T positions for all sequences, OPT one for each token, in a table with two more rows.
     positions, rows = (b * t, arch.max_seq + 2) if arch.family == "opt" else (t, arch.max_seq)
     tables = ((b * t, arch.vocab), (positions, rows), (b * t, arch.trait("types")))
     tokens, placed, typed = (embedding_sort_bytes(n, rows, arch.hidden) for n, rows in tables)
-    return monomials(b, t, (tokens, placed, typed))
+    chunk = chunk_tokens(b * t, arch.vocab, choice.itemsize)
+    return monomials(b, t, (tokens, placed, typed), chunk)
 
 
 def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = None) -> Simulation:
@@ -264,9 +284,15 @@ def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = N
         choice.device,
         choice.precision,
         _recipe(choice),
-        1 if choice.micro_batch == 1 else PRIME_B,
-        1 if choice.seq == 1 else PRIME_T,
+        *_extents(choice),
     )
+
+
+def _extents(choice: Choice) -> tuple[int, int]:
+    """Batch and sequence of the tape: symbols, [Note: symbols] in tape.py. Chunks of tokens are cut of true numbers."""
+    if choice.cross_entropy == "chunked":
+        return choice.micro_batch, choice.seq
+    return 1 if choice.micro_batch == 1 else PRIME_B, 1 if choice.seq == 1 else PRIME_T
 
 
 def _recipe(choice: Choice) -> Recipe:
@@ -289,10 +315,8 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     table, small = DEVICES[choice.device], replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
     make = DecoderTape if arch.runnable else _class_tape(arch)
-    batch = 1 if choice.micro_batch == 1 else PRIME_B
-    seq = 1 if choice.seq == 1 else PRIME_T
     recipe = replace(_recipe(choice), checkpointing="none")
-    make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(batch, seq)
+    make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(*_extents(choice))
     scale = _scale(arch, choice)
     return {
         phase: max(_dot(v, scale) for v in levels)
@@ -352,6 +376,10 @@ def _read(tape: Tape, blocks: int) -> Simulation:
         if line_id == "grads.tied" and tape.phases[last] == "reduce.embed":
             # Added up in place, the head's gradient of a tied weight becomes the embedding's.
             parts = [(line_id, unit, first, last - 1), ("grads.embed", "embed", last, last)]
+        elif line_id.startswith("grads.") and line_id != "grads.tied" and s.born < turn:
+            # A weight's gradient that the forward summed up becomes, in fp32, what autograd leaves on the parameter.
+            landed = tape.phases.index(f"reduce.{unit}")
+            parts = [(f"act.{_kind(unit)}.weight_sum", unit, first, landed - 1), (line_id, unit, landed, last)]
         for key in parts:
             groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
     return Simulation(
@@ -390,18 +418,24 @@ def _line_id(tape: Tape, s: Storage, turn: int, last: int) -> str:
         return "act.loss.value" if s.label == "loss" else "act.loss.seed"
     if s.label == PARAMETER_GRADIENT:
         return f"grads.{_kind(own)}" if f"reduce.{own}" in tape.phases else "grads.tied"
+    if s.label == WEIGHT_SUM:
+        return f"act.{_kind(own)}.weight_sum"
     if s.label == "positions.ids":
         own = "positions"
     here = _unit(ends) == own
-    if ends == "backward.positions" and s.born >= turn:
-        return "act.positions.grad"
-    if s.again and s.born >= turn:
-        return f"act.{_kind(own)}.recomputed"
     if s.born >= turn:
-        return f"act.{_kind(own)}.grad" + (".partial" if here else "")
+        return _backward_id(s, own, ends, here=here)
     if ends == f"reduce.{own}":
         return f"act.{_kind(own)}.saved.tail"
     return f"act.{_kind(own)}.{'saved' if here and last >= turn else 'output'}"
+
+
+def _backward_id(s: Storage, own: str, ends: str, *, here: bool) -> str:
+    if ends == "backward.positions":
+        return "act.positions.grad"
+    if s.again:
+        return f"act.{_kind(own)}.recomputed"
+    return f"act.{_kind(own)}.grad" + (".partial" if here else "")
 
 
 def _unit(phase: str) -> str:

@@ -139,6 +139,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     checkpoint_every: int | None = None,
     checkpoint_offload: bool = False,
     attention: str | None = None,
+    cross_entropy: str | None = None,
     reduce_dtype: str | None = None,
     device: str | None = None,
     saving: str | None = None,
@@ -173,6 +174,8 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         A name of `planner/optimizers.py`: what zplan does not step with is answered as `estimate only`.
     checkpoint_every, checkpoint_offload
         Blocks in one checkpointed segment; whether a segment's input waits in host memory.
+    cross_entropy
+        `plain` from whole logits in fp32, `bf16` from them as they are, `chunked` or `fused` without whole ones.
     reduce_dtype
         `fp32` or `bf16`: in which gradients are reduced and accumulated.
     config
@@ -282,6 +285,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     checkpoint_every: int | None = None,
     checkpoint_offload: bool = False,
     attention: str | None = None,
+    cross_entropy: str | None = None,
     reduce_dtype: str | None = None,
     device: str | None = None,
     saving: str | None = None,

@@ -119,6 +119,8 @@ class Aten:
         """Low-rank factors (rank, in) and (out, rank) beside a frozen weight."""
         self.quantized: set[Storage] = set()
         """Weights of 4 bits, which every product makes whole first."""
+        self.fused = False
+        """Whether the built-in decoder runs our own kernels: `planner/fused.py`."""
 
     def named(self, label: str, x: Value) -> Value:
         """Give a value's storage a name for people."""
@@ -172,6 +174,22 @@ class Aten:
         shape = (*x.shape[:-1], x.shape[-1] // parts)
         out = [x.view(shape, x.strides) for _ in range(parts)]
         self.tape.finish(node, *out)
+        return out
+
+    def split_rows(self, x: Value, sizes: Sequence[int]) -> list[Value]:
+        """Parts of the first dim; their gradients are concatenated."""
+        shape, itemsize = x.shape, x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "cat")])
+        out = [x.view((n, *shape[1:]), x.strides) for n in sizes]
+        self.tape.finish(node, *out)
+        return out
+
+    def stack(self, xs: Sequence[Value]) -> Value:
+        """Scalars to one vector; the gradients are its elements."""
+        count = len(xs)
+        node = self.tape.node(xs, lambda g, s: [g[0].view((), ()) for _ in range(count)])
+        out = self.tape.new((count,), xs[0].itemsize, "stack")
+        self.tape.finish(node, out)
         return out
 
     def narrow(self, x: Value, start: int, length: int) -> Value:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
-from zplan.planner.config import Attention, Checkpointing, Choice, Precision, Saving
+from zplan.planner.config import Attention, Checkpointing, Choice, CrossEntropy, Kernels, Precision, Saving
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
@@ -80,6 +80,10 @@ class TrainingConfig:
     checkpoint_offload: bool = False
     """Inputs of checkpointed segments wait in host memory."""
     attention: Attention = "sdpa"
+    cross_entropy: CrossEntropy = "plain"
+    """`fused`: the built-in decoder's head and loss in one, without whole logits."""
+    kernels: Kernels = "torch"
+    """`fused`: norms, gates and rotary embeddings of the built-in decoder by zplan's own kernels."""
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
     seq: int | None = None
@@ -111,7 +115,7 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 
 _EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
-EXTRAS = (*_EXTRA_INTS, "checkpointing", "checkpoint_offload", "attention", "saving")
+EXTRAS = (*_EXTRA_INTS, "checkpointing", "checkpoint_offload", "attention", "cross_entropy", "kernels", "saving")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -387,7 +391,13 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     for name in _EXTRA_INTS:
         if name in block:
             found[name] = want_int(name, where, block[name], least=2 if name == "ring_slots" else 1)
-    words = {"checkpointing": Checkpointing, "attention": Attention, "saving": Saving}
+    words = {
+        "checkpointing": Checkpointing,
+        "attention": Attention,
+        "cross_entropy": CrossEntropy,
+        "kernels": Kernels,
+        "saving": Saving,
+    }
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from zplan.planner import fused
 from zplan.planner.aten import BOOL, FP32, INT64, Aten
-from zplan.planner.config import Attention, Checkpointing
+from zplan.planner.config import Attention, Checkpointing, CrossEntropy, Kernels
+from zplan.planner.losses import chunked_cross_entropy, cross_entropy
 from zplan.planner.models import LORA_A, LORA_B, Architecture, Unit
 from zplan.planner.tape import UnitGradients, Value
 
@@ -46,6 +48,8 @@ def _outer(op: Aten, a: Value, b: Value) -> Value:
 
 
 def rotate(op: Aten, x: Value, cos: Value, sin: Value) -> Value:
+    if op.fused:
+        return fused.rotary(op, x, cos, sin)
     cos, sin = op.unsqueeze(cos, 1), op.unsqueeze(sin, 1)
     a, b = op.split(x, 2)
     return op.cat((op.sub(op.mul(a, cos), op.mul(b, sin)), op.add(op.mul(b, cos), op.mul(a, sin))))
@@ -85,7 +89,19 @@ def llama_block(op: Aten, p: Params, arch: Architecture, attention: Attention) -
             attend(op, op.transpose(q, 1, 2), op.transpose(k, 1, 2), op.transpose(v, 1, 2), attention), p["o.weight"]
         )
 
+    def norm(x: Value, weight: Value) -> Value:
+        return fused.rms_norm(op, x, weight) if op.fused else op.rms_norm(x, weight)
+
     def feed(x: Value) -> Value:
+        if op.fused:
+            gate, up = p["gate.weight"], p["up.weight"]
+            return op.linear(
+                op.named(
+                    "silu(gate) * up",
+                    fused.swiglu(op, op.named("gate", op.linear(x, gate)), op.named("up", op.linear(x, up))),
+                ),
+                p["down.weight"],
+            )
         return op.linear(
             op.named(
                 "silu(gate) * up",
@@ -98,9 +114,9 @@ def llama_block(op: Aten, p: Params, arch: Architecture, attention: Attention) -
         )
 
     def run(x: Value, cos: Value, sin: Value) -> Value:
-        x = op.add(x, attention_part(op.rms_norm(x, p["norm1.weight"]), cos, sin))
+        x = op.add(x, attention_part(norm(x, p["norm1.weight"]), cos, sin))
         op.named("after attention", x)
-        return op.named("output", op.add(x, feed(op.rms_norm(x, p["norm2.weight"]))))
+        return op.named("output", op.add(x, feed(norm(x, p["norm2.weight"]))))
 
     return run
 
@@ -142,6 +158,8 @@ class Recipe:
     checkpoint_every: int = 1
     checkpoint_offload: bool = False
     attention: Attention = "sdpa"
+    cross_entropy: CrossEntropy = "plain"
+    kernels: Kernels = "torch"
 
 
 class StepTape(ABC):
@@ -149,6 +167,7 @@ class StepTape(ABC):
 
     def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int, recipe: Recipe) -> None:
         self.op, self.tape, self.arch, self.itemsize, self.recipe = op, op.tape, arch, itemsize, recipe
+        op.fused = recipe.kernels == "fused"
         self.params: dict[str, Value] = {}
         for u in units:
             gradients = UnitGradients(u.name)
@@ -211,6 +230,27 @@ class StepTape(ABC):
         _loss = self.forward(ids, labels)
         self.tape.close()
 
+    @property
+    def loss_itemsize(self) -> int:
+        """Of the logits that the loss is taken of: fp32, or as they come from the head."""
+        return self.itemsize if self.recipe.cross_entropy == "bf16" else FP32
+
+    def loss_in_head(self, x: Value, labels: Value) -> Value:
+        """Head and loss as one unit, without whole logits."""
+        loss = self.unit("head", self._head_and_loss, x, labels)
+        # The features are an argument of the head until its hooks have run.
+        self.tape.enter("loss")
+        return loss
+
+    def _head_and_loss(self, x: Value, labels: Value) -> Value:
+        rows = self.op.view(x, (labels.numel, x.shape[-1]))
+        take = fused.linear_cross_entropy if self.recipe.cross_entropy == "fused" else chunked_cross_entropy
+        return self.op.named("loss", take(self.op, rows, self.head_weight(), labels.view((labels.numel,), (1,))))
+
+    @abstractmethod
+    def head_weight(self) -> Value:
+        """The matrix (V, C) of the head."""
+
     @abstractmethod
     def forward(self, ids: Value, labels: Value) -> Value:
         """The loss of a batch (B, T) of ids and labels."""
@@ -255,23 +295,28 @@ class DecoderTape(StepTape):
         )
 
     def _norm(self, x: Value) -> Value:
+        if self.arch.family == "llama" and self.op.fused:
+            return fused.rms_norm(self.op, x, self.params["norm.weight"])
         if self.arch.family == "llama":
             return self.op.rms_norm(x, self.params["norm.weight"])
         return self.op.layer_norm(x, self.params["norm.weight"], self.params["norm.bias"])
 
     def _head(self, x: Value) -> Value:
-        return self.op.linear(x, self.params["embed.weight" if self.arch.tied else "head.weight"])
+        return self.op.linear(x, self.head_weight())
 
     def forward(self, ids: Value, labels: Value) -> Value:
-        return self._cross_entropy(
-            self.op.to(self._logits(self.features(ids)), FP32),
+        if self.recipe.cross_entropy in ("fused", "chunked"):
+            return self.loss_in_head(self.features(ids), labels)
+        return cross_entropy(
+            self.op,
+            self.op.to(self._logits(self.features(ids)), self.loss_itemsize),
             labels.view((labels.numel,), (1,)),
         )
+
+    def head_weight(self) -> Value:
+        return self.params["embed.weight" if self.arch.tied else "head.weight"]
 
     def _logits(self, x: Value) -> Value:
         logits = self.op.named("logits", self.unit("head", self._head, x))
         self.tape.enter("loss")
         return self.op.view(logits, (logits.numel // self.arch.vocab, self.arch.vocab))
-
-    def _cross_entropy(self, x: Value, target: Value) -> Value:
-        return self.op.nll_loss(self.op.softmax(x, "log_softmax"), target)

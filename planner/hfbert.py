@@ -34,14 +34,16 @@ class BertTape(StepTape):
     def layer(self, i: int) -> Block:
         return Block(self.op, self.params, self.arch, f"bert.encoder.layer.{i}.", self.recipe.attention)
 
+    def head_weight(self) -> Value:
+        own = self.params.get("cls.predictions.decoder.weight")
+        return self.params["bert.embeddings.word_embeddings.weight"] if own is None else own
+
     def head(self, x: Value) -> Value:
         op, p, name = self.op, self.params, "cls.predictions.transform"
         x = op.linear(x, p[f"{name}.dense.weight"], p[f"{name}.dense.bias"])
         x = op.unary(x, "gelu")
         x = _layer_norm(op, p, f"{name}.LayerNorm", x)
-        own = p.get("cls.predictions.decoder.weight")
-        weight = p["bert.embeddings.word_embeddings.weight"] if own is None else own
-        return op.linear(x, weight, p["cls.predictions.bias"])
+        return op.linear(x, self.head_weight(), p["cls.predictions.bias"])
 
     def features(self, ids: Value) -> Value:
         # Every layer is called in a phase of its own; the embedding's output keeps its name, as in the class.

@@ -126,13 +126,17 @@ class ClassTape(StepTape):
     def _norm(self, x: Value) -> Value:
         return norm(self.op, x, {f"norm.{k}": v for k, v in self.by_unit["norm"].items()}, "norm", self.style.norm)
 
-    def _head(self, x: Value) -> Value:
+    def head_weight(self) -> Value:
         own = self.by_unit["head"].get("weight")
-        weight = self.by_unit["embed"]["weight"] if own is None else own
-        return self.op.linear(x, weight, self.by_unit["head"].get("bias"))
+        return self.by_unit["embed"]["weight"] if own is None else own
+
+    def _head(self, x: Value) -> Value:
+        return self.op.linear(x, self.head_weight(), self.by_unit["head"].get("bias"))
 
     def forward(self, ids: Value, labels: Value) -> Value:
         hidden = self.features(ids)
+        if self.recipe.cross_entropy in ("fused", "chunked"):
+            return self.loss_in_head(hidden, self._shifted_labels(labels))
         logits = self.op.named("logits", self.unit("head", self._head, hidden))
         self.tape.enter("loss")
         if self.arch.trait("capped_logits"):
@@ -141,9 +145,12 @@ class ClassTape(StepTape):
             logits = self.op.scale(logits)
         return self._loss(logits, labels)
 
+    def _shifted_labels(self, labels: Value) -> Value:
+        return self.op.like(labels, "labels.shifted")
+
     def _loss(self, logits: Value, labels: Value) -> Value:
         op, tape = self.op, self.tape
-        up = op.to(logits, FP32)
+        up = op.to(logits, self.loss_itemsize)
         b, t = labels.shape
         # Labels are padded by one and cut by one: (B, T + 1), which is two terms, then (B, T).
         padded = [tape.new((b, t), INT64, "labels.padded"), tape.new((b,), INT64, "labels.padded")]

@@ -77,20 +77,9 @@ def shards_states(choice: Choice) -> bool:
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     """Placement of every unit that has parameters, in forward order."""
     # A search asks for many choices that differ only in what moves no parameter.
-    return _place(
-        spec,
-        replace(
-            choice,
-            micro_batch=1,
-            accumulation=1,
-            seq=1,
-            checkpointing="none",
-            attention="sdpa",
-            cross_entropy="plain",
-            checkpoint_every=1,
-            checkpoint_offload=False,
-        ),
-    )
+    same = replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa")
+    same = replace(same, cross_entropy="plain", kernels="torch", checkpoint_every=1, checkpoint_offload=False)
+    return _place(spec, same)
 
 
 @lru_cache(maxsize=64)

@@ -79,11 +79,13 @@ class Plan:
         """The `zplan plan` command that asks for the same with some arguments changed; None drops one."""
         import shlex
 
+        from zplan.planner.request import flag_of
+
         words = ["zplan", "plan"]
         for name, value in {**self.asked, **changes}.items():
             if value is None or isinstance(value, Mapping):
                 continue
-            words.append("--" + name.replace("_", "-"))
+            words.append(flag_of(name))
             words += [] if value is True else [str(value)]
         return shlex.join(words)
 

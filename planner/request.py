@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from zplan.planner.config import Attention, Checkpointing, Device, Offload, Place, Precision, Saving
+from zplan.planner.config import (
+    Attention,
+    Checkpointing,
+    CrossEntropy,
+    Device,
+    Kernels,
+    Offload,
+    Place,
+    Precision,
+    Saving,
+)
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.interval import Margin, parse_margin
 from zplan.planner.units import parse_bytes, parse_count
@@ -34,10 +44,24 @@ OPTION = {
     "checkpoint_offload": "--checkpoint-offload",
     "offload": "--offload",
     "ring_slots": "`ring_slots`",
+    "cross_entropy": "--loss",
+    "kernels": "`kernels`",
     "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
 }
 """What fixes a choice, and what it is called."""
+
+
+def flag_of(name: str) -> str:
+    """The command-line option of an argument.
+
+    Examples
+    --------
+    >>> flag_of("cross_entropy"), flag_of("host_mem")
+    ('--loss', '--host-mem')
+    """
+    known = OPTION.get(name, "")
+    return known if known.startswith("--") else "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -233,6 +257,8 @@ _WORDS = {
     "checkpointing": get_args(Checkpointing),
     "attention": get_args(Attention),
     "device": get_args(Device),
+    "cross_entropy": get_args(CrossEntropy),
+    "kernels": get_args(Kernels),
     "saving": get_args(Saving),
     "reduce_dtype": ("fp32", "bf16"),
 }

@@ -60,6 +60,8 @@ def _limits(c: Choice) -> Iterator[Limit]:
     if not kind_of(c.optimizer).runnable:
         can = ", ".join(name for name, kind in KINDS.items() if kind.runnable)
         yield Limit("--optimizer", c.optimizer, f"zplan's step is {can}", f"use --optimizer {can}")
+    if c.cross_entropy in ("bf16", "chunked"):
+        yield Limit("--loss", c.cross_entropy, "zplan's decoders take it plain or fused", "use --loss plain or fused")
     if c.checkpointing == "selective":
         why = "zplan's decoders checkpoint a block whole or not at all"
         yield Limit("--checkpointing", "selective", why, "use --checkpointing full or none")

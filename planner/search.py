@@ -149,8 +149,9 @@ class Search:
 
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""
-        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload", *TRAINING)
-        fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
+        names = ("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "device", "saving")
+        wanted = (*names, "offload", *TRAINING)
+        fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
         return Choice(

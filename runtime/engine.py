@@ -451,6 +451,8 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         checkpoint_every=training.checkpoint_every,
         checkpoint_offload=training.checkpoint_offload,
         attention=training.attention,
+        cross_entropy=training.cross_entropy,
+        kernels=training.kernels,
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",

@@ -262,7 +262,8 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
     next phase on.
     """
     first, last = span
-    if line.kind == "activations" and first > turn and not line.id.endswith(IN_FLIGHT):
+    # Instances of another size have a line of their own, whose name goes on.
+    if line.kind == "activations" and first > turn and not line.id.partition(".other")[0].endswith(IN_FLIGHT):
         return first <= at + 1 <= last
     return first <= at < last
 

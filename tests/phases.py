@@ -32,6 +32,17 @@ class Observer(Protocol):
     def enter(self, phase: str) -> None: ...
 
 
+def decoder_of(arch: Architecture, choice: Choice) -> Decoder:
+    """The bare model of a choice."""
+    return Decoder(
+        arch,
+        checkpointing=choice.checkpointing,
+        attention=choice.attention,
+        cross_entropy=choice.cross_entropy,
+        kernels=choice.kernels,
+    )
+
+
 def unit_modules(model: Decoder) -> dict[str, nn.Module]:
     return {u.name: model.get_submodule(u.name) for u in decoder_units(model.arch)}
 
@@ -104,7 +115,7 @@ class AllocatorMeter:
 def allocator_peaks(arch: Architecture, choice: Choice) -> dict[str, int]:
     """What the second step holds beside the parameters and cuBLAS's workspaces, by phase, on a GPU."""
     with torch.device("cuda"):
-        model = Decoder(arch, checkpointing=choice.checkpointing, attention=choice.attention)
+        model = decoder_of(arch, choice)
     model.to(DTYPES[choice.precision])
     meter = AllocatorMeter()
     mark_phases(unit_modules(model), meter)

@@ -210,8 +210,8 @@ def test_no_command_shows_help(run):
 QUESTION = (
     "--model --params --gpus --nodes --mem --gpu --host-mem --margin --stage --offload --offload-params "
     "--optimizer --accumulation --micro-batch --global-batch --seq --precision --checkpointing --checkpoint-every "
-    "--checkpoint-offload --reduce-dtype --attention --device --saving --config --lora --lora-targets --lora- "
-    "embeddings --qlora --offline "
+    "--checkpoint-offload --loss --reduce-dtype --attention --device --saving --config --lora --lora-targets "
+    "--lora- embeddings --qlora --offline "
 )
 FLAGS = {
     "estimate": QUESTION + "--json --check",

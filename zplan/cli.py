@@ -138,6 +138,9 @@ QUESTION = (
     click.option("--checkpointing", metavar="HOW", help="none, selective or full.  [default: none where it fits]"),
     click.option("--checkpoint-every", type=int, metavar="N", help="Blocks in one checkpointed segment.  [default: 1]"),
     click.option("--checkpoint-offload", is_flag=True, help="Let inputs of checkpointed segments wait on the host."),
+    click.option(
+        "--loss", "cross_entropy", metavar="HOW", help="plain, bf16, chunked or fused with the head.  [default: plain]"
+    ),
     click.option("--reduce-dtype", metavar="TYPE", help="Of gradients between ranks: fp32 or bf16.  [default: fp32]"),
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
