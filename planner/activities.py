@@ -38,6 +38,8 @@ class Activity:
     every_rank: bool = True
     """False: one process does it alone, so a node holds it once."""
     note: str = ""
+    plain: bool = True
+    """Whether `zplan run` itself comes to it; otherwise only a script of the user's own does."""
 
     @property
     def device_bytes(self) -> int:
@@ -93,10 +95,12 @@ Kept = Sequence[tuple[Line, int]]
 """`(line, instances)` of what is alive between two steps."""
 
 
-def _activity(name: str, phases: Sequence[str], kept: Kept, own: Iterable[Line], note: str = "") -> Activity:
+def _activity(
+    name: str, phases: Sequence[str], kept: Kept, own: Iterable[Line], note: str, *, plain: bool = True
+) -> Activity:
     always = (0, len(phases) - 1)
     base = [replace(line, spans=(always,) * n) for line, n in kept]
-    return Activity(name, merge(phases, base, own), note=note)
+    return Activity(name, merge(phases, base, own), note=note, plain=plain)
 
 
 def _largest(placements: Sequence[Placement]) -> int:
@@ -159,7 +163,7 @@ def initialise(
         "built": "a script: the whole model in fp32 on every rank before `zplan.initialize`",
     }
     which = "fresh" if fresh else "built" if built else "weights"
-    return Activity(name, merge(phases, own), note=notes[which])
+    return Activity(name, merge(phases, own), note=notes[which], plain=which == "weights")
 
 
 def _born(placements: Sequence[Placement], choice: Choice, kept: Kept, end: int) -> Iterable[Line]:
@@ -177,9 +181,12 @@ def _born(placements: Sequence[Placement], choice: Choice, kept: Kept, end: int)
             yield replace(line, spans=tuple(closing))
             continue
         units = next((v for k, v in members.items() if line.id.endswith(f".{k}")), [])
-        # Persistent gradients come after all units.
-        by_unit = len(units) == n and not line.id.startswith("grads.")
-        yield replace(line, spans=tuple((first, end) for first in units) if by_unit else ((end, end),) * n)
+        if not units or line.id.startswith("grads."):
+            yield replace(line, spans=((end, end),) * n)  # persistent gradients come after all units
+        elif len(units) == n:
+            yield replace(line, spans=tuple((first, end) for first in units))
+        else:
+            yield replace(line, spans=((0, end),) * n)  # of some units only: from the start, at most
 
 
 # --- forward only --------------------------------------------------------------------------------------------------
@@ -228,7 +235,9 @@ def generate(arch: Architecture, choice: Choice, kept: Kept, peaks: Mapping[str,
         Line("gen.logits", logits, ((0, 1),), "activations", source="estimate", note="of one token, with what samples"),
     ]
     phases = ("generate.prefill", "generate.token")
-    return _activity("generate", phases, kept, own, f"a script: {c.micro_batch} x {c.seq} tokens with a cache")
+    return _activity(
+        "generate", phases, kept, own, f"a script: {c.micro_batch} x {c.seq} tokens with a cache", plain=False
+    )
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -285,7 +294,7 @@ def summon(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activ
     ringed = [p for p in placements if p.ringed]
     copies = by_class("summon", [(p, p.buffer_bytes(choice), (0, 0)) for p in ringed], "buffers")
     own = [*copies, *_checksum(placements)]
-    return _activity("summon", ("summon",), kept, own, "the whole model at once, on every rank")
+    return _activity("summon", ("summon",), kept, own, "a script: the whole model at once, on every rank", plain=False)
 
 
 def export(spec: ModelSpec, placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activity:
@@ -314,4 +323,4 @@ def export_checkpoint(placements: Sequence[Placement]) -> Activity:
         _range(placements),
     ]
     ledger = merge(("export.parameter",), own)
-    return Activity("checkpoint export", ledger, every_rank=False, note="one process, no GPU")
+    return Activity("checkpoint export", ledger, every_rank=False, note="one process, no GPU", plain=False)

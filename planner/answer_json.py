@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
-from zplan.planner.ledger import Kind, Line
+from zplan.planner.ledger import Kind, Ledger, Line, Tier
 from zplan.planner.models import adapter_values, architecture_values
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK, runtime_rate
 from zplan.planner.writing import render
 
 if TYPE_CHECKING:
+    from zplan.planner.activities import Activity
     from zplan.planner.api import Estimate
 
 
@@ -55,14 +56,26 @@ def estimate_json(e: Estimate) -> str:
             {**row_json(r), "gather_bytes": t.gather_bytes, "reduce_bytes": t.reduce_bytes}
             for r, t in zip(e.rows, e.traffic, strict=True)
         ],
+        "times": _times(e),
         "one_gpu": row_json(e.single),
         "longest_seq": e.longest_seq,
         "remedies": [asdict(r) for r in e.remedies],
-        "lines": [_line(x, n) for x, n in _with_counts(e.row)],
+        "lines": [_line(x, n) for x, n in _live(e.row.ledger, e.row.peak_phase)],
+        "tiers": [{**asdict(use), "over_bytes": use.over_bytes} for use in e.tiers],
+        "activities": [_activity(a) for a in e.activities],
         "not_counted": list(e.not_counted),
         "notes": list(e.notes),
     }
     return render(document) + "\n"
+
+
+def _times(e: Estimate) -> list[dict[str, Any]]:
+    """By stage as in `stages`; empty where no time can be told."""
+    if not e.timings:
+        return []
+    from zplan.planner.timing import timing_json
+
+    return [{"stage": t.choice.stage, **timing_json(t)} for t in e.timings]
 
 
 def row_json(row: Row) -> dict[str, Any]:
@@ -83,7 +96,24 @@ def row_json(row: Row) -> dict[str, Any]:
         "margin_bytes": row.margin_bytes,
         "capacity_bytes": row.capacity_bytes,
         "spare_bytes": row.spare_bytes,
+        "off_device": asdict(row.off_device),
         "fits": row.fits,
+    }
+
+
+def _activity(a: Activity) -> dict[str, Any]:
+    low, high = a.ledger.interval()
+    return {
+        "name": a.name,
+        "device_bytes": a.device_bytes,
+        "low_bytes": low,
+        "high_bytes": high,
+        "host_bytes": a.host_bytes,
+        "phase": a.phase,
+        "every_rank": a.every_rank,
+        "plain": a.plain,
+        "note": a.note,
+        "lines": [_line(x, n) for x, n in _live(a.ledger, a.phase)],
     }
 
 
@@ -92,7 +122,7 @@ def _line(line: Line, live: int) -> dict[str, Any]:
     return {**asdict(line), "low": low, "high": high, "spans": len(line.spans), "live_at_peak": live}
 
 
-def _with_counts(row: Row) -> list[tuple[Any, int]]:
-    """Every line with the instances alive in the peak phase."""
-    live = {(x.id, x.tier): n for x, n in row.ledger.live(row.peak_phase)}
-    return [(x, live.get((x.id, x.tier), 0)) for x in row.ledger.lines]
+def _live(ledger: Ledger, phase: str) -> list[tuple[Line, int]]:
+    """Every line with the instances alive in a phase."""
+    live = {(x.id, x.tier): n for tier in get_args(Tier) for x, n in ledger.live(phase, tier)}
+    return [(x, live.get((x.id, x.tier), 0)) for x in ledger.lines]

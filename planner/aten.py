@@ -390,7 +390,6 @@ class Aten:
         the compute dtype, and keep neither that nor the input.
         """
         shape, old = weight.shape, x.shape
-        self.tape.multiply(x.numel // old[-1], *shape)
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(math.prod(old[:-1]), *shape)
@@ -400,6 +399,7 @@ class Aten:
             return [out]
 
         node = self.tape.node([x], backward)
+        self.tape.multiply(x.numel // old[-1], *shape)
         whole = self._dequantized(shape, x.itemsize)
         out = self.tape.new((*old[:-1], shape[0]), x.itemsize, "mm")
         del whole
@@ -461,7 +461,6 @@ class Aten:
     def bmm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
         left, right = a.node is not None, b.node is not None
-        self.tape.multiply(*a_shape, b_shape[2])
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(*a_shape, b_shape[2], times=left + right)
@@ -469,6 +468,7 @@ class Aten:
             return [self.tape.new(a_shape, g[0].itemsize, "bmm") if left else None, second]
 
         node = self.tape.node([a, b], backward, *_factors(a, b))
+        self.tape.multiply(*a_shape, b_shape[2])
         out = self.tape.new((*a.shape[:2], b.shape[2]), a.itemsize, "bmm")
         self.tape.finish(node, out)
         return out
@@ -546,7 +546,6 @@ class Aten:
         w = self.transpose(weight, 1, 2)
         x_shape, w_shape = x.shape, w.shape
         left, right = x.node is not None, w.node is not None
-        self.tape.multiply(*x_shape, w_shape[2])
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(*x_shape, w_shape[2], times=left + right)
@@ -555,6 +554,7 @@ class Aten:
             return [self.tape.new(x_shape, g[0].itemsize, "mm.input") if left else None, second]
 
         node = self.tape.node([x, w], backward, *_factors(x, w), offsets)
+        self.tape.multiply(*x_shape, w_shape[2])
         out = self.tape.new((x_shape[0], w_shape[2]), x.itemsize, "grouped_mm")
         self.tape.finish(node, out)
         return out
@@ -627,12 +627,12 @@ class Aten:
         return self.table.attention[q.itemsize] != "efficient"
 
     def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
-        """Fused attention of (B, H, T, D) over (B, G, T, D). What is causal saves half of the products, and no bytes."""
+        """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes."""
         kernel = self.table.attention[q.itemsize]
         (b, h, t, d), groups = q.shape, k.shape[1]
 
         def backward(g: Grads, s: Grads) -> Outs:
-            # Scores and values are two products. Backward makes the scores again: five.
+            # Scores again, and gradients of scores, queries, keys and values.
             self.tape.multiply(b, h, t, t, d, times=5, per=1 + causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":

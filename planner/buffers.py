@@ -68,7 +68,7 @@ def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeli
 
 def placeholder_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """One NaN scalar per parameter, shown in its place while its values are not there."""
-    if not shards_states(choice):
+    if not shards_states(choice) and not any(p.ringed for p in placements):
         return []
     count = sum(len(p.layout.entries) for p in placements if p.closes)
     return [Line("params.placeholder", choice.itemsize, (time.always,) * count, "buffers")]

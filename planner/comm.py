@@ -1,4 +1,4 @@
-"""Bytes that one rank sends per optimizer step, exact for zplan's runtime, and as textbooks count them.
+"""Bytes that one rank moves per optimizer step, exact for zplan's runtime, and as textbooks count them.
 
 A ring gather or reduce-scatter of S bytes over N ranks sends S (N - 1) / N from each; an all-reduce is both. Flat units
 are padded to a multiple of N, so the division is exact. Every rank receives as much as it sends.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zplan.planner.config import Choice
 from zplan.planner.models import ModelSpec
@@ -17,15 +17,22 @@ from zplan.planner.placement import Placement, place, shards_states
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent by one rank in one optimizer step, all micro-steps included."""
+    """Bytes of one rank in one optimizer step, all micro-steps included."""
 
     gather_bytes: int
-    """Parameters, in the compute dtype."""
+    """Sent to other ranks: parameters, in the compute dtype."""
     reduce_bytes: int
-    """Gradients, in the reduce dtype."""
+    """Sent to other ranks: gradients, in the reduce dtype."""
+    down_bytes: int = 0
+    """Over PCIe to the host: offloaded gradients, and inputs of checkpointed blocks."""
+    up_bytes: int = 0
+    """Back: updated or gathered parameters, and those inputs."""
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
+        """Sent to other ranks."""
         return self.gather_bytes + self.reduce_bytes
 
 
@@ -37,37 +44,83 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     others are gathered as `ring_gathers` says. Frozen parameters are never reduced, and resident ones never gathered.
     """
     n, k = choice.world_size, choice.accumulation
-    if n == 1:
-        return Traffic(0, 0)
     if placements is None:
         placements = place(spec, choice)
+    ringed = Counter(p.size_class for p in placements if p.ringed)
+    numel = {p.size_class: p.layout.padded_numel for p in placements if p.ringed}
+    every = choice.checkpoint_every if choice.checkpointing == "full" else 1
+    times = {
+        name: ring_gathers(count, choice.ring_slots, accumulation=k, every=every) for name, count in ringed.items()
+    }
+    beside = _beside(spec, choice, placements, sum(times[name] * numel[name] for name in times))
+    if n == 1:
+        return replace(beside, gather_bytes=0, reduce_bytes=0)
+    itemsize = choice.reduce_itemsize
     trained = [p for p in placements if not p.frozen]
     sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1)
     if not shards_states(choice):
-        return Traffic(0, 2 * sent * choice.reduce_itemsize)
-    ringed = Counter(p.size_class for p in placements if p.ringed)
-    numel = {p.size_class: p.layout.padded_numel for p in placements if p.ringed}
+        return replace(beside, reduce_bytes=2 * sent * itemsize)
     resident = sum(p.layout.padded_numel for p in trained if not p.ringed)
-    gathered = resident + sum(
-        numel[name] * ring_gathers(count, choice.ring_slots, accumulation=k) for name, count in ringed.items()
-    )
+    gathered = resident + sum(times[name] * numel[name] for name in times)
     reduces = 1 if choice.stage == 1 else k
-    return Traffic(gathered // n * (n - 1) * choice.itemsize, reduces * sent * choice.reduce_itemsize)
+    return replace(
+        beside, gather_bytes=gathered // n * (n - 1) * choice.itemsize, reduce_bytes=reduces * sent * itemsize
+    )
 
 
-def ring_gathers(blocks: int, slots: int, *, accumulation: int) -> int:
+def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], ring_numel: int) -> Traffic:
+    """What goes to the host and to disk; `ring_numel`: elements gathered into a ring in a step."""
+    if choice.offload.optimizer == "none" and not choice.checkpoint_offload:
+        return Traffic(0, 0)
+    from zplan.planner.offload_work import offload_work
+
+    arch = spec.arch
+    assert arch is not None, f"{spec.name} has no known shape"
+    total = sum(p.layout.padded_numel for p in placements)
+    block = sum(p.layout.padded_numel for p in placements if p.ringed) / arch.layers
+    off = offload_work(choice, total, block, layers=arch.layers, hidden=arch.hidden)
+    inputs = choice.accumulation * off.layers * off.input_bytes
+    fetched = 0 if choice.offload.params == "none" else ring_numel // choice.world_size * choice.itemsize
+    return Traffic(
+        0, 0, off.down_bytes + inputs, off.up_bytes + inputs + fetched, off.disk_read_bytes, off.disk_written_bytes
+    )
+
+
+def ring_gathers(blocks: int, slots: int, *, accumulation: int, every: int = 1) -> int:
     """Gathers per optimizer step of `blocks` equal blocks that share `slots` slots.
 
     Each micro-step runs the blocks up and down. The last ones up are still in their slots on the way down, and the last
     ones down at the next micro-step: every turn but the one at the step, where all values change, saves `slots`.
+    `every`: blocks of one checkpointed segment, which are all run again before the way down through them: where there
+    are more than slots, that is a third gather.
 
     Examples
     --------
     >>> ring_gathers(32, 2, accumulation=1), ring_gathers(32, 2, accumulation=4)
     (62, 242)
+    >>> ring_gathers(32, 2, accumulation=1, every=2), ring_gathers(32, 2, accumulation=1, every=8)
+    (62, 88)
     """
-    passes = 2 * accumulation
-    return passes * blocks - (passes - 1) * slots
+    if every <= 1:
+        passes = 2 * accumulation
+        return passes * blocks - (passes - 1) * slots
+    once, twice = _misses(blocks, slots, every, 1), _misses(blocks, slots, every, 2)
+    return once + (accumulation - 1) * (twice - once)  # All micro-steps but the first are alike.
+
+
+def _misses(blocks: int, slots: int, every: int, micro_steps: int) -> int:
+    """Walk the blocks up and down, segment by segment, and count what is not in its slot."""
+    down: list[int] = []
+    for first in reversed(range(0, blocks, every)):
+        segment = range(first, min(first + every, blocks))
+        down += [*segment, *reversed(segment)]
+    held = [-1] * slots
+    misses = 0
+    for _ in range(micro_steps):
+        for i in (*range(blocks), *down):
+            if held[i % slots] != i:
+                misses, held[i % slots] = misses + 1, i
+    return misses
 
 
 def textbook_volume(stage: int, accumulation: int) -> int:

@@ -30,8 +30,8 @@ class Offload:
     """Share of the elements that is offloaded, 0 to 1: the first units of the schedule up to that share."""
 
     def told(self) -> str:
-        """In words: `none`, `cpu`, `cpu, parameters nvme`."""
-        share = "" if self.ratio == 1 else f" {self.ratio:g}"
+        """In words: `none`, `cpu`, `cpu, parameters nvme`, `cpu for 0.5 of the elements`."""
+        share = "" if self.ratio == 1 else f" for {self.ratio:g} of the elements"
         return f"{self.optimizer}{share}" + ("" if self.params == "none" else f", parameters {self.params}")
 
 

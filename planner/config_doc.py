@@ -26,6 +26,10 @@ _FIELD = {
     "stage": "ZeRO stage, 0 to 3",
     "reduce_bucket_size": "largest piece of one reduce, in elements: it caps the ledger's `grads.slot` lines",
     "stage3_max_live_parameters": "stage 3: the ring holds as many of the largest block as fit in, two at least",
+    "offload_optimizer": "`device` none, cpu or nvme, and `ratio`: counted, *estimate only*",
+    "offload_param": "stage 3, with the optimizer offloaded: `device` none, cpu or nvme; *estimate only*",
+    "device": "none, cpu or nvme",
+    "ratio": "share of the elements that is offloaded; `offload_optimizer` only",
     "lr": "learning rate",
     "betas": "decay of both moments",
     "eps": "added to the denominator",
@@ -47,6 +51,12 @@ def config_tables() -> str:
             dskeys.ZERO_HONOURED,
             {**zero_mapped, **zero_inert, **_refused(dskeys.ZERO_NEUTRAL)},
             ("zero_optimization",),
+        ),
+        _table(
+            "`offload_optimizer` and `offload_param`",
+            dskeys.OFFLOAD_HONOURED,
+            {k: f"nothing: {v}" for k, v in dskeys.OFFLOAD_INERT.items()},
+            ("zero_optimization", "offload_optimizer"),
         ),
         _table(
             "`optimizer.params`",

@@ -12,7 +12,17 @@ from typing import Any, get_args
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
-from zplan.planner.config import Attention, Checkpointing, Choice, CrossEntropy, Kernels, Precision, Saving
+from zplan.planner.config import (
+    Attention,
+    Checkpointing,
+    Choice,
+    CrossEntropy,
+    Kernels,
+    Offload,
+    Place,
+    Precision,
+    Saving,
+)
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
@@ -68,6 +78,8 @@ class TrainingConfig:
     """A name of the optimizer table."""
     reduce_dtype: Precision = "fp32"
     """dtype in which gradients are reduced and accumulated."""
+    offload: Offload = Offload()
+    """What lies off the device between its uses."""
     steps_per_print: int = 10
     """Optimizer steps between progress lines."""
     ring_slots: int = 2
@@ -248,12 +260,19 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
             "stage3_prefetch_bucket_size": largest_block_numel,
             "stage3_param_persistence_threshold": 0,
             "stage3_gather_16bit_weights_on_model_save": False,
-            "offload_optimizer": {"device": "none"},
-            "offload_param": {"device": "none"},
+            **_explicit_offload(config.offload),
         },
         "steps_per_print": config.steps_per_print,
         "wall_clock_breakdown": False,
     }
+
+
+def _explicit_offload(offload: Offload) -> dict[str, Any]:
+    """Both blocks. Where NVMe is mounted is for whoever runs it to say."""
+    optimizer: dict[str, Any] = {"device": offload.optimizer}
+    if offload.ratio != 1:
+        optimizer["ratio"] = offload.ratio
+    return {"offload_optimizer": optimizer, "offload_param": {"device": offload.params}}
 
 
 def _accumulation_dtype(config: TrainingConfig) -> str | None:
@@ -330,11 +349,40 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
     if "stage3_max_live_parameters" in block:
         name = "stage3_max_live_parameters"
         found["max_live"] = want_int(name, where, block[name], least=0)
-    notes = []
+    notes = [*_offload(block, where, found)]
     for key, (value, why) in dskeys.ZERO_MAPPED.items():
         if block.get(key) is not None and want_bool(key, where, block[key]) is not value:
             notes.append(f"`{key}` of {where} is taken as {str(value).lower()}: {why}")
     return (*notes, *_screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where))
+
+
+def _offload(block: Mapping[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """Both offload blocks, as one setting."""
+    notes: tuple[str, ...] = ()
+    places: dict[str, Any] = {}
+    ratio = 1.0
+    for key in ("offload_optimizer", "offload_param"):
+        if block.get(key) is None:
+            continue
+        inner = want_object(key, where, block[key])
+        there = f"`{key}` of {where}"
+        check_keys(inner, (*dskeys.OFFLOAD_HONOURED, *dskeys.OFFLOAD_INERT, "super_offload"), there)
+        if inner.get("super_offload"):
+            raise ZplanError(f"`super_offload` of {there} asks for something that is not built yet", "leave it out")
+        places[key] = want_one_of("device", there, inner.get("device") or "none", get_args(Place))
+        if "ratio" in inner and key == "offload_optimizer":
+            ratio = want_number("ratio", there, inner["ratio"])
+        if places[key] != "none":
+            notes += _screen(inner, {}, dskeys.OFFLOAD_INERT, there)
+    offload = Offload(places.get("offload_optimizer", "none"), places.get("offload_param", "none"), ratio)
+    if offload.params != "none" and offload.optimizer == "none":
+        raise ZplanError(
+            f"`offload_param` of {where} leaves the larger optimizer on the GPU",
+            f'add "offload_optimizer": {{"device": "{offload.params}"}}',
+        )
+    if places:
+        found["offload"] = offload if offload.optimizer != "none" else Offload()
+    return notes
 
 
 def _optimizer_type(kind: str, where: str, momentum: float) -> str:

@@ -44,11 +44,6 @@ def all_off(value: Any) -> bool:
     return absent(value) or (isinstance(value, Mapping) and all(v is None or v is False for v in value.values()))
 
 
-def no_device(value: Any) -> bool:
-    """An offload block that offloads nothing."""
-    return absent(value) or (isinstance(value, Mapping) and value.get("device", "none") in (None, "none"))
-
-
 def one_of(*values: Any) -> Neutral:
     return lambda value: any(type(value) is type(v) and value == v for v in values)
 
@@ -126,7 +121,7 @@ TOP_NEUTRAL: dict[str, Neutral] = {
 }
 """The last two say what may happen with other optimizers; there is only AdamW, so either value asks for nothing."""
 
-TOP_INERT: dict[str, str] = {"aio": "tunes NVMe offload, which is not built yet"}
+TOP_INERT: dict[str, str] = {"aio": "it tunes DeepSpeed's own NVMe transfers"}
 
 BF16_NEUTRAL: dict[str, Neutral] = {
     "check_grad_overflow": either,
@@ -135,11 +130,19 @@ BF16_NEUTRAL: dict[str, Neutral] = {
     "bf16_optimizer_states": false,
 }
 
-ZERO_HONOURED = ("stage", "reduce_bucket_size", "stage3_max_live_parameters")
+ZERO_HONOURED = ("stage", "reduce_bucket_size", "stage3_max_live_parameters", "offload_optimizer", "offload_param")
+
+OFFLOAD_HONOURED = ("device", "ratio")
+_IO = "it tunes DeepSpeed's own transfers"
+OFFLOAD_INERT: dict[str, str] = {
+    "nvme_path": "bytes are counted, not placed",
+    "pin_memory": "zplan pins what is offloaded to the host, at its exact size",
+    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"), _IO),
+    "cpuadam_cores_perc": _IO,
+}
+"""Of both offload blocks; `ratio` is the optimizer's."""
 
 ZERO_NEUTRAL: dict[str, Neutral] = {
-    "offload_param": no_device,
-    "offload_optimizer": no_device,
     "cpu_offload": false,
     "cpu_offload_param": false,
     "zenflow": absent,
@@ -189,7 +192,7 @@ ZERO_INERT: dict[str, str] = {
     "memory_efficient_linear": "zplan patches no torch function",
     "override_module_apply": "zplan patches no torch function",
     "log_trace_cache_warnings": "zplan has no trace cache",
-    "cpu_offload_use_pin_memory": "tunes offload, which is not built yet",
+    "cpu_offload_use_pin_memory": "zplan pins what is offloaded",
 }
 
 OPTIMIZER_HONOURED = ("lr", "betas", "eps", "weight_decay")
@@ -210,10 +213,8 @@ OTHER_OPTIMIZERS = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "z
 
 INSTEAD: dict[str, str] = {
     "activation_checkpointing": "drop the block and use `--checkpointing full`",
-    "offload_optimizer": 'use {"device": "none"}',
-    "offload_param": 'use {"device": "none"}',
     "adam_w_mode": "leave it out: the decay is decoupled",
-    "cpu_offload": "use false",
+    "cpu_offload": 'use "offload_optimizer": {"device": "cpu"}',
 }
 """What to write instead, where that is more than leaving the key out."""
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal
 
 from zplan.planner.config import Choice
-from zplan.planner.ledger import Kind, Ledger, Line
+from zplan.planner.ledger import Ledger, Line
 from zplan.planner.models import ModelSpec, decoder_units
 from zplan.planner.predict import batch_lines, shard_lines
 from zplan.planner.timeline import Timeline, timeline
@@ -28,29 +28,20 @@ from zplan.planner.timeline import Timeline, timeline
 FRONT = 3
 """Blocks counted from the front; the rest of a shallow model counts from the back."""
 
-Column = Kind | Literal["low", "high"]
-Vectors = dict[Column, list[int]]
-"""By phase the live device bytes of each kind, and how far their sum may be off, down and up."""
+Part = Literal["states", "buffers", "activations", "overhead", "low", "high", "host", "nvme"]
+Vectors = dict[Part, list[int]]
+"""Live bytes by phase: of each kind on the device; by how much all of these may be less or more; of the host, pinned or
+not, and of NVMe, at their most.
+"""
 
-OFF: tuple[Column, Column] = ("low", "high")
+ENDS: tuple[Part, Part] = ("low", "high")
 
 _PLAIN = Choice(0, 1)
 
 
 def foldable(choice: Choice) -> bool:
     """Whether the lines of a choice are affine in the blocks, and split into parts."""
-    return choice.runtime == "zplan" and choice.offload == _PLAIN.offload and choice.checkpoint_every == 1
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most that is live at once: how much, when, between which bounds, and of which kinds."""
-
-    nbytes: int
-    phase: str
-    low: int
-    high: int
-    kinds: dict[Kind, int]
+    return choice.runtime == "zplan" and choice.offload.ratio == 1 and choice.checkpoint_every == 1
 
 
 @dataclass
@@ -75,16 +66,6 @@ class Folding:
     times: tuple[Timeline, ...]
     memo: dict[Choice, Vectors] = field(default_factory=dict)
 
-    def peak(self, choice: Choice, further: Callable[[Sequence[str]], Iterable[Line]]) -> Peak:
-        """The peak of a choice, as of its whole ledger; the arguments are those of `vectors`."""
-        vectors = self.vectors(choice, further)
-        low, high = (vectors.pop(end, [0] * len(self.phases)) for end in OFF)
-        live = [sum(column) for column in zip(*vectors.values(), strict=True)]
-        at = live.index(max(live))
-        kinds = {kind: values[at] for kind, values in vectors.items() if kind not in OFF}
-        least, most = (max(n + off for n, off in zip(live, end, strict=True)) for end in (low, high))
-        return Peak(live[at], self.phases[at], least, most, cast("dict[Kind, int]", kinds))
-
     def vectors(self, choice: Choice, further: Callable[[Sequence[str]], Iterable[Line]]) -> Vectors:
         """Live bytes of a choice in each of `phases`.
 
@@ -98,6 +79,7 @@ class Folding:
         shard = replace(choice, micro_batch=1, seq=1, checkpointing="none", attention="sdpa")
         shard = replace(shard, accumulation=min(2, choice.accumulation), checkpoint_offload=False)
         batch = replace(choice, stage=0, world_size=1, accumulation=1, ring_slots=2, piece_numel=1, saving="foreground")
+        batch = replace(batch, offload=_PLAIN.offload)
         if shard not in self.memo:
             self.memo[shard] = self._sum(lambda spec, time: shard_lines(spec, shard, time))
         if batch not in self.memo:
@@ -112,7 +94,7 @@ class Folding:
 
     def _sum(self, lines_of: Callable[[ModelSpec, Timeline], Iterable[Line]]) -> Vectors:
         """Live bytes of the lines that a function gives, unfolded to the model."""
-        first, *second = (_by_kind(lines_of(s, t), t.phases) for s, t in zip(self.specs, self.times, strict=True))
+        first, *second = (by_part(lines_of(s, t), t.phases) for s, t in zip(self.specs, self.times, strict=True))
         if not second:
             return first
         nothing = [0] * len(self.phases)
@@ -164,15 +146,22 @@ def _renamed(phase: str, further: int) -> str:
     return f"{pass_}blocks.{int(k) + further}" if dot and int(k) >= FRONT else phase
 
 
-def _by_kind(lines: Iterable[Line], phases: tuple[str, ...]) -> Vectors:
-    columns: dict[Column, list[Line]] = {}
+def by_part(lines: Iterable[Line], phases: tuple[str, ...]) -> Vectors:
+    """The parts of lines over their phases."""
+    kinds: dict[Part, list[Line]] = {}
+    lines = tuple(lines)
     for line in lines:
-        columns.setdefault(line.kind, []).append(line)
-        bounds = line.bounds
-        if bounds[0] != bounds[1]:
-            for end, bound in zip(OFF, bounds, strict=True):
-                columns.setdefault(end, []).append(replace(line, nbytes=bound - line.nbytes))
-    return {column: list(Ledger(phases, tuple(found)).per_phase()) for column, found in columns.items()}
+        if line.tier == "device":
+            kinds.setdefault(line.kind, []).append(line)
+    out = {kind: list(Ledger(phases, tuple(found)).per_phase()) for kind, found in kinds.items()}
+    whole = Ledger(phases, lines)
+    if any(not x.exact for x in lines if x.tier == "device"):
+        out["low"], out["high"] = whole.offsets()
+    if any(x.tier in ("host", "pinned") for x in lines):
+        out["host"] = [a + b for a, b in zip(whole.at_most("host"), whole.at_most("pinned"), strict=True)]
+    if any(x.tier == "nvme" for x in lines):
+        out["nvme"] = whole.at_most("nvme")
+    return out
 
 
 def add(a: Vectors, b: Vectors) -> Vectors:

@@ -49,6 +49,8 @@ class Hardware:
     """Per node; None when not given."""
     compute_capability: str = ""
     notes: tuple[str, ...] = ()
+    nvme_bytes: int | None = None
+    """Per node; None when not given."""
 
     @property
     def gpus_per_node(self) -> int:
@@ -151,6 +153,7 @@ def hardware_from(
     gpu: str | None = None,
     nodes: int = 1,
     host_mem_bytes: int | None = None,
+    nvme_bytes: int | None = None,
     device: str = "cuda",
 ) -> Hardware:
     """The hardware that was asked for; what is left out is read from this machine.
@@ -165,7 +168,7 @@ def hardware_from(
         Name in the table.
     nodes
         Machines; they hold equally many GPUs.
-    host_mem_bytes
+    host_mem_bytes, nvme_bytes
         Per node.
     device
         On `cpu` a "GPU" is a rank and its memory an equal share of this machine's, unless given.
@@ -192,7 +195,7 @@ def hardware_from(
             f"use {f'{fewer} or ' if fewer else ''}{fewer + nodes}",
         )
     assert mem_bytes is not None
-    return Hardware(gpus, nodes, mem_bytes, name, host_mem_bytes, capability, notes)
+    return Hardware(gpus, nodes, mem_bytes, name, host_mem_bytes, capability, notes, nvme_bytes)
 
 
 def host_memory() -> int:

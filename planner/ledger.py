@@ -58,6 +58,11 @@ class Line:
         return self.nbytes - off if low is None else low, self.nbytes + off if high is None else high
 
     @property
+    def exact(self) -> bool:
+        """Whether nothing is said about how far it may be off."""
+        return self.source in _EXACT and self.low is None and self.high is None
+
+    @property
     def count(self) -> int:
         return len(self.spans)
 
@@ -89,23 +94,30 @@ class Ledger:
             out.append(live)
         return tuple(out)
 
-    def interval(self, tier: Tier = "device", per_phase: tuple[int, ...] | None = None) -> tuple[int, int]:
-        """Between which bytes the peak lies: the largest phase with every line at its least, and at its most.
-
-        `per_phase` is the tier's own, for a caller that has it already.
-        """
-        per_phase = per_phase or self.per_phase(tier)
-        less, more = ([0] * (len(per_phase) + 1) for _ in range(2))
+    def offsets(self, tier: Tier = "device") -> tuple[list[int], list[int]]:
+        """By how much the live bytes of each phase may be less, as numbers below zero, and more."""
+        less, more = ([0] * (len(self.phases) + 1) for _ in range(2))
         for line in self.lines:
-            if line.tier != tier or (line.source in _EXACT and line.low is None and line.high is None):
+            if line.tier != tier or line.exact:
                 continue
             low, high = line.bounds
             for first, last in line.spans:
                 for delta, off in ((less, low - line.nbytes), (more, high - line.nbytes)):
                     delta[first] += off
                     delta[last + 1] -= off
-        ends = [[n + off for n, off in zip(per_phase, accumulate(delta), strict=False)] for delta in (less, more)]
-        return max(ends[0], default=0), max(ends[1], default=0)
+        return list(accumulate(less[:-1])), list(accumulate(more[:-1]))
+
+    def at_most(self, tier: Tier) -> list[int]:
+        """Live bytes in each phase with every line at its most."""
+        return [n + off for n, off in zip(self.per_phase(tier), self.offsets(tier)[1], strict=True)]
+
+    def interval(self, tier: Tier = "device") -> tuple[int, int]:
+        """Between which bytes the peak lies: the largest phase with every line at its least, and at its most."""
+        low, high = (
+            max((n + off for n, off in zip(self.per_phase(tier), offsets, strict=True)), default=0)
+            for offsets in self.offsets(tier)
+        )
+        return low, high
 
     def peak_bytes(self, tier: Tier = "device") -> int:
         return max(self.per_phase(tier), default=0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zplan.planner.config import Choice
 from zplan.planner.hardware import Hardware
-from zplan.planner.ledger import Line, Source
+from zplan.planner.ledger import Line, Source, Tier
 from zplan.planner.units import MIB
 
 
@@ -28,11 +28,12 @@ class Constant:
     """Only there with more than one rank."""
     between: tuple[int, int] | None = None
     """Bounds in MiB; None where it is as exact as its source is."""
+    tier: Tier = "device"
 
     def line(self, span: tuple[int, int]) -> Line:
         low, high = (None, None) if self.between is None else (mib * MIB for mib in self.between)
         spans = (span,) * self.count
-        return Line(self.id, self.mib * MIB, spans, "overhead", source=self.source, note=self.note, low=low, high=high)
+        return Line(self.id, self.mib * MIB, spans, "overhead", self.tier, self.source, self.note, low, high)
 
 
 _ON_H200 = "H200, torch 2.11, driver 580, 2026-11"
@@ -42,6 +43,15 @@ _ROUNDING = Constant(
     "blocks that the allocator holds beyond what was asked for: 0.3 GiB on 59 of a 7B run on two H200s",
     "estimate",
     between=(0, 320),
+)
+
+_PROCESS = Constant(
+    "host.process",
+    1700,
+    "Python, torch and CUDA of one rank without tensors: 1,588 to 1,976 MiB resident in DDP and FSDP2 on H200",
+    "estimate",
+    between=(1024, 2048),
+    tier="host",
 )
 
 MEASURED: dict[str, tuple[Constant, ...]] = {
@@ -67,6 +77,7 @@ MEASURED: dict[str, tuple[Constant, ...]] = {
             between=(32, 32),
         ),
         _ROUNDING,
+        _PROCESS,
     ),
 }
 """By name in the GPU table."""
@@ -96,6 +107,7 @@ ESTIMATED: tuple[Constant, ...] = (
         between=(768, 1396),
     ),
     _ROUNDING,
+    _PROCESS,
 )
 
 _LARGE_WORKSPACE = ("9.", "10.", "12.")

@@ -151,6 +151,7 @@ def _read_hardware(block: dict[str, Any], where: str) -> Hardware:
         mem_bytes=want_int("mem_bytes", where, block["mem_bytes"]),
         gpu=None if block["gpu"] is None else want_str("gpu", where, block["gpu"]),
         host_mem_bytes=_optional_int("host_mem_bytes", where, block["host_mem_bytes"]),
+        nvme_bytes=_optional_int("nvme_bytes", where, block["nvme_bytes"]),
         compute_capability=want_str("compute_capability", where, block["compute_capability"]),
         notes=_strings("notes", where, block["notes"]),
     )

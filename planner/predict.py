@@ -37,11 +37,16 @@ def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = ()
 def shard_lines(spec: ModelSpec, choice: Choice, time: Timeline) -> list[Line]:
     """Lines that depend on stage, ranks and buffers, and not on the batch: [Note: parts] in `planner/folding.py`."""
     placements = place(spec, choice)
-    return [
+    lines = [
         *state_lines(placements, choice, time),
         *buffer_lines(placements, choice, time),
         *saving_lines(placements, choice, time),
     ]
+    if choice.offload.optimizer == "none":
+        return lines
+    from zplan.planner.offload import move_lines
+
+    return move_lines(lines, placements, choice, time)
 
 
 def batch_lines(spec: ModelSpec, choice: Choice, time: Timeline) -> list[Line]:

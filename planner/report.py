@@ -17,7 +17,7 @@ from zplan.planner.units import format_count, format_gb, format_gib, format_perc
 
 if TYPE_CHECKING:
     from zplan.planner.api import Estimate
-    from zplan.planner.ledger import Kind, Line
+    from zplan.planner.ledger import Kind, Ledger, Line
     from zplan.planner.plan_file import Plan
     from zplan.planner.sources import Model
     from zplan.planner.verdict import Decision
@@ -61,7 +61,8 @@ def report(e: Estimate, *, colour: bool = False) -> str:
     if colour:
         verdict = f"\033[{GREEN if e.fits else RED}m{verdict}\033[0m"
     head = [verdict, *estimate_only_rows(e.estimate_only)]
-    parts = [head, _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e), _not_counted(e)]
+    parts = [head, _question(e), _textbook(e), _runtime(e), _time(e), _choice(e), _lines(e)]
+    parts += [_tiers(e), *([_activities(e)] if e.activities else []), _not_counted(e)]
     return "\n\n".join("\n".join(p) for p in parts) + "\n"
 
 
@@ -94,8 +95,9 @@ def _question(e: Estimate) -> list[str]:
         share = format_percent(m.missing_params, m.num_params)
         out.append(f"          it has {m.shape_params:,}; the line states.remainder stands for the other {share}")
     out.append(f"Machine   {e.hardware.told()}")
-    if e.hardware.host_mem_bytes:
-        out.append(f"Host      {format_gib(e.hardware.host_mem_bytes)} GiB a node; nothing of this plan lies there")
+    for name, nbytes in (("Host", e.hardware.host_mem_bytes), ("NVMe", e.hardware.nvme_bytes)):
+        if nbytes:
+            out.append(f"{name:9} {format_gib(nbytes)} GiB a node")
     return out
 
 
@@ -155,8 +157,32 @@ def _runtime_row(row: Row, sent: int, *, picked: bool, counted: bool) -> list[st
         format_gib(row.high_bytes),
         f"{100 * row.peak_bytes / row.capacity_bytes:.0f} %",
         format_gb(sent),
-        fits if row.fits else f"no, {format_gib(-row.spare_bytes)} over",
+        fits if row.fits else f"no, {_over(row)}",
         row.peak_phase,
+    ]
+
+
+def _over(row: Row) -> str:
+    off = row.off_device
+    if row.spare_bytes < 0:
+        return f"{format_gib(-row.spare_bytes)} over"
+    if off.host_over:
+        return f"host {format_gib(off.host_over * off.ranks)} over"
+    return f"NVMe {format_gib(off.nvme_over * off.ranks)} over"
+
+
+def _time(e: Estimate) -> list[str]:
+    """How long a step takes, by stage, and what sets it."""
+    if not e.timings:
+        what = "a dtype whose peak is known" if e.hardware.gpu else "a card (--gpu)"
+        return [f"Step time: none can be told without {what}; the lowest stage that fits moves least"]
+    from zplan.planner.timing import assumptions, timing_rows
+
+    head, *rows = timing_rows(e)
+    return [
+        "Step time of each row above, the exposed part of each bound, and its ratio to the same choice at other stages",
+        *table(head, rows, "l" + "r" * (len(head) - 1)),
+        *("  " + line for line in textwrap.wrap(assumptions(e), WIDTH)),
     ]
 
 
@@ -169,7 +195,9 @@ def _choice(e: Estimate) -> list[str]:
     for i, r in enumerate(e.remedies):
         lead = ("Would fit with" if e.counted else "Would leave room for activations with") if i == 0 else f"{'or':>14}"
         out.append(f"  {lead} {r.what}: {format_gib(r.spare_bytes)} GiB to spare ({r.option})")
-    if not e.row.fits and not e.remedies:
+        if r.estimate_only:
+            out[-1] += ", estimate only: zplan can't run it"
+    if not e.row.fits and not any(not r.estimate_only for r in e.remedies):
         out.append("  No change that zplan can run makes it fit.")
     return out
 
@@ -214,10 +242,8 @@ def _interval(row: Row) -> str:
         text = "The total is exact: every line is allocated by zplan or follows from torch's own ops."
     else:
         spread = told_spread(low, row.peak_bytes, high)
-        text = (
-            f"The total lies between {told_range(low, high).replace(' to ', ' and ')} GiB ({spread}), by the sources "
-        )
-        text += "of its lines; it fits when the upper end does."
+        text = f"The total is {told_range(low, high)} GiB ({spread}), by the sources of its lines. "
+        text += "It fits when the upper end does."
     margin = f" Beyond that {format_gib(row.margin_bytes)} GiB stay free (--margin)." if row.margin_bytes else ""
     return "  " + text + margin
 
@@ -230,6 +256,44 @@ def _source(line: Line) -> str:
     low, high = line.bounds
     between = f" {told_range(low, high)}" if low != high and line.source != "allocated" else ""
     return f"{line.source}{between}: {line.note}" if line.note else f"{line.source}{between}"
+
+
+def _tiers(e: Estimate) -> list[str]:
+    """What each memory holds at its fullest, of a GPU and of a node."""
+    rows = []
+    for use in e.tiers:
+        whose = "a GPU" if use.tier == "device" else "a node"
+        limit = "" if use.limit_bytes is None else f"{format_gib(use.limit_bytes)} {whose}"
+        over = f"{format_gib(use.over_bytes)} over" if use.over_bytes else "yes" if limit else ""
+        cells = [format_gib(n) for n in (use.nbytes, use.high_bytes, use.per_node_bytes)]
+        rows.append([use.tier.replace("nvme", "NVMe"), *cells, limit, over, use.where])
+    ranks = e.hardware.gpus_per_node
+    return [
+        f"Memories at their fullest, GiB ({ranks} GPU{'s' * (ranks > 1)} a node)",
+        *table(["", "a GPU", "at most", "a node", "of", "fits", "where"], rows, "lrrrrll"),
+    ]
+
+
+def _activities(e: Estimate) -> list[str]:
+    """Beside the steps: what every other activity of a run holds."""
+    ledgers = [("step *", e.row.ledger, e.row.peak_phase, "", True)]
+    ledgers += [(a.name, a.ledger, a.phase, a.note, a.every_rank) for a in e.activities]
+    rows = []
+    for name, ledger, phase, note, every_rank in ledgers:
+        device, host = _sizes(ledger)
+        node = host * (e.hardware.gpus_per_node if every_rank else 1)
+        over = device > e.row.capacity_bytes - e.row.margin_bytes or node > (e.hardware.host_mem_bytes or node)
+        rows.append([name, format_gib(device), format_gib(host), "no" if over else "yes", phase, note])
+    return [
+        "Beside the steps: GiB of one GPU and of its rank on the host, at most",
+        *table(["", "device", "host", "fits", "phase", ""], rows, "lrrlll"),
+    ]
+
+
+def _sizes(ledger: Ledger) -> tuple[int, int]:
+    """Device and host at most, pinned memory included."""
+    host = max(a + b for a, b in zip(ledger.at_most("host"), ledger.at_most("pinned"), strict=True))
+    return ledger.interval()[1], host
 
 
 def _not_counted(e: Estimate) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from zplan.planner.config import (
     Precision,
     Saving,
 )
+from zplan.planner.cost import Goal
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.interval import Margin, parse_margin
 from zplan.planner.units import parse_bytes, parse_count
@@ -88,8 +90,16 @@ class Request:
     nodes: int = 1
     host_mem_bytes: int | None = None
     """Per node."""
+    nvme_bytes: int | None = None
+    """Per node."""
     margin: Margin = Margin()
     """What stays free beyond the interval."""
+    efficiency: float | None = None
+    """Share of the card's peak that matrix products reach; None for the usual."""
+    network: int | None = None
+    """Bytes a second that a node sends to others."""
+    goal: Goal = Goal()
+    """How much is to be trained, and what a GPU costs."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Choices that were made, by the names of `OPTION`."""
     fixed_by: Mapping[str, str] = field(default_factory=dict)
@@ -109,8 +119,9 @@ class Request:
 
 
 ARGUMENTS = (
-    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "margin"),
-    *("offload_params", "config", "offline"),
+    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
+    *("efficiency", "network", "tokens", "epochs", "examples", "price"),
+    *("offload_params", "offload_ratio", "config", "offline"),
     *("lora", "lora_targets", "lora_embeddings", "qlora"),
     *OPTION,
 )
@@ -124,11 +135,12 @@ def make_request(given: Mapping[str, Any]) -> Request:
     ----------
     given
         Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
-        takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU) and `host_mem` (per
-        node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
-        optimizer lies, `offload_params` where the parameters do. `config` is a DeepSpeed config, a path or a mapping,
-        and fixes what it names. `lora` and its like are about adapters. `offline` forbids the network. The rest fix a
-        choice.
+        takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU), `host_mem` and `nvme`
+        (per node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
+        optimizer lies, `offload_params` where the parameters do, `offload_ratio` for which share of the elements.
+        `config` is a DeepSpeed config, a path or a mapping, and fixes what it names. `offline` forbids the network.
+        `efficiency` is a share, `network` in GB/s a node; `tokens`, or `epochs` of `examples`, say how much is trained,
+        and `price` what a GPU costs an hour. `lora` and its like are about adapters. The rest fix a choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
     for name in given:
@@ -137,9 +149,11 @@ def make_request(given: Mapping[str, Any]) -> Request:
     given = {name: _of_type(name, value) for name, value in given.items()}
     _refuse_unbuilt(given)
     fixed = {name: _check(name, given[name]) for name in OPTION if name in given and name != "offload"}
-    if "offload" in given or "offload_params" in given:
+    if {"offload", "offload_params", "offload_ratio"} & set(given):
         fixed["offload"] = read_offload(given)
     fixed_by = {name: OPTION[name] for name in fixed}
+    if "offload" in fixed and fixed["offload"].params != "none" and "stage" not in fixed:
+        fixed["stage"], fixed_by["stage"] = 3, "--offload-params"
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
     _settle_checkpointing(fixed, fixed_by)
     return Request(
@@ -150,7 +164,11 @@ def make_request(given: Mapping[str, Any]) -> Request:
         gpu=given.get("gpu"),
         nodes=_whole("--nodes", given.get("nodes", 1)),
         host_mem_bytes=parse_bytes(given["host_mem"], "--host-mem") if "host_mem" in given else None,
+        nvme_bytes=parse_bytes(given["nvme"], "--nvme") if "nvme" in given else None,
         margin=parse_margin(given["margin"]) if "margin" in given else Margin(),
+        efficiency=_number("--efficiency", given["efficiency"], most=1) if "efficiency" in given else None,
+        network=round(10**9 * _number("--network", given["network"], most=10**6)) if "network" in given else None,
+        goal=_goal(given),
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,
@@ -190,6 +208,15 @@ def _tuning(given: Mapping[str, Any]) -> Tuning | None:
     return Tuning(rank, words, embeddings=bool(given.get("lora_embeddings")), quantized=quantized)
 
 
+def _goal(given: Mapping[str, Any]) -> Goal:
+    return Goal(
+        tokens=parse_count(given["tokens"], "--tokens") if "tokens" in given else None,
+        epochs=_whole("--epochs", given["epochs"]) if "epochs" in given else None,
+        examples=parse_count(given["examples"], "--examples") if "examples" in given else None,
+        price=_number("--price", given["price"], most=10**6) if "price" in given else None,
+    )
+
+
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "model": ((str, os.PathLike), "a name, a path or a hub id"),
     "gpu": ((str,), "a name that `zplan gpus` lists"),
@@ -217,23 +244,36 @@ def _plain(value: Any) -> Any:
 
 
 def read_offload(given: Mapping[str, Any]) -> Offload:
-    """What `offload` and `offload_params` say together."""
+    """What `offload`, `offload_params` and `offload_ratio` say together."""
     places = get_args(Place)
     for name in ("offload", "offload_params"):
         value, flag = given.get(name, "none"), "--" + name.replace("_", "-")
         if value not in places:
             hint = f"use {flag} {', '.join(places[:-1])} or {places[-1]}"
             raise ZplanError(f"`{flag} {value}` is unknown", did_you_mean(str(value), places) or hint)
-    offload = Offload(given.get("offload", "none"), given.get("offload_params", "none"))
+    offload = Offload(given.get("offload", "none"), given.get("offload_params", "none"), _ratio(given))
     if offload.params != "none" and offload.optimizer == "none":
         raise ZplanError(
             f"`--offload-params {offload.params}` leaves the larger optimizer on the GPU",
             f"add --offload {offload.params}",
         )
-    if offload != Offload():
-        word = f"--offload {offload.optimizer}"
-        raise ZplanError(f"`{word}` is not built yet", "use --offload none, and more GPUs")
+    if offload.ratio != 1 and offload.optimizer == "none":
+        raise ZplanError(f"`--offload-ratio {offload.ratio:g}` offloads nothing", "add --offload cpu")
+    if offload.params != "none" and given.get("stage", 3) != 3:
+        raise ZplanError(
+            f"`--offload-params {offload.params}` needs parameters in shards, which stage {given['stage']} keeps whole",
+            "use --stage 3, or drop --offload-params",
+        )
     return offload
+
+
+def _ratio(given: Mapping[str, Any]) -> float:
+    """The share of elements that is offloaded, above 0 and up to 1."""
+    value = given.get("offload_ratio", 1.0)
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else -1
+    if not 0 < number <= 1:
+        raise ZplanError(f"`--offload-ratio {value}` is no share of the elements", "use a number above 0 and up to 1")
+    return float(number)
 
 
 _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
@@ -285,6 +325,17 @@ def _check(name: str, value: Any) -> Any:
             raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")
         return int(value)
     return _whole(flag, value, least=2 if name == "ring_slots" else 1)
+
+
+def _number(flag: str, value: Any, *, most: int) -> float:
+    """A positive number, given as one or as text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= most:
+        raise ZplanError(f"`{flag} {value}` is not a number above 0 and up to {most:,}", f"such as {flag} 0.5")
+    return number
 
 
 def _whole(flag: str, value: Any, *, least: int = 1) -> int:

@@ -70,6 +70,9 @@ def _limits(c: Choice) -> Iterator[Limit]:
         yield Limit("--checkpoint-every", str(c.checkpoint_every), why, "use --checkpoint-every 1")
     if c.checkpoint_offload:
         yield Limit("--checkpoint-offload", "", "zplan keeps checkpoints on the GPU", "leave --checkpoint-offload out")
+    if c.offload.optimizer != "none":
+        why = "zplan's runtime keeps all states on the GPU"
+        yield Limit("--offload", c.offload.told(), why, "use --offload none, and more GPUs or --checkpointing full")
     if c.reduce_dtype != "fp32":
         why = "zplan reduces and accumulates gradients in fp32"
         yield Limit("--reduce-dtype", c.reduce_dtype, why, "use --reduce-dtype fp32")

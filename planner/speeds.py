@@ -1,10 +1,10 @@
 """How fast a card and what is around it are: from our table, from measurements on a named machine, or assumed.
 
 [Note: efficiency] Matrix products in a training step do not reach a card's peak, nor what a single large product
-reaches. `EFFICIENCY` is the share of the peak that they do reach, attention included. Its default is the one number here
-that comes from whole training steps: zplan's own runs of a 1.3B and a 7B model on two H200s
-(`docs/benchmarks/runtime_h200x2_202611.md`), whose steps it reproduces within 2 % both. Everything else follows from the
-ops, from vendors' figures or from a machine's own ceilings. Runs of other runtimes were not used.
+reaches. `EFFICIENCY` is the share of the peak that they do reach, attention included. Its default is the one number
+here that comes from whole training steps: zplan's own runs of a 1.3B and a 7B model on two H200s
+(`docs/benchmarks/runtime_h200x2_202611.md`). Everything else follows from the ops, from vendors' figures, or from a
+machine's own ceilings. Runs of other runtimes were not used. `docs/step-time.md` says how far off predictions are.
 """
 
 from __future__ import annotations

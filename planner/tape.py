@@ -258,7 +258,7 @@ class Tape:
         return self._value(shape, itemsize, strides or row_major(shape), self._allocate(at, coefficient, label))
 
     def multiply(self, *extents: int, times: int = 1, per: int = 1) -> None:
-        """Count matrix products of these extents: two operations for each combination.
+        """Count matrix products of these extents, once their node is there: two operations for each combination.
 
         `per` divides: a causal attention kernel leaves half of its products out.
         """

@@ -75,8 +75,16 @@ def step_work(arch: Architecture, choice: Choice) -> StepWork:
         work = Work(_dot(flops, values), _dot(written, values))
         key = f"{part}.{direction}"
         parts[key] = parts.get(key, Work()) + work
-    names = ("front.forward", "block.forward", "end.forward", "end.backward", "block.backward", "front.backward")
-    return StepWork(*(parts.get(name, Work()) for name in names), arch.layers)
+    nothing = Work()
+    return StepWork(
+        front=parts.get("front.forward", nothing),
+        block=parts.get("block.forward", nothing),
+        end=parts.get("end.forward", nothing),
+        end_backward=parts.get("end.backward", nothing),
+        block_backward=parts.get("block.backward", nothing),
+        front_backward=parts.get("front.backward", nothing),
+        layers=arch.layers,
+    )
 
 
 def _dot(coefficients: tuple[int, ...], values: list[int]) -> int:

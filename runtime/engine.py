@@ -459,6 +459,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         saving=training.saving,
         optimizer=training.optimizer,
         reduce_dtype=training.reduce_dtype,
+        offload=training.offload,
     )
     refuse_unrunnable(choice)
     return choice
