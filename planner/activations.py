@@ -242,6 +242,11 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
             "place in it",
             "use --loss plain",
         )
+    if choice.attention == "sdpa" and choice.device == "cpu" and arch.trait("attention_dropout"):
+        raise ZplanError(
+            f"torch's fused attention on a CPU takes no dropout, which model_type `{arch.family}` has in its config",
+            "use --attention eager",
+        )
     fused, window = choice.attention == "sdpa", arch.trait("window")
     if fused and arch.family == "gemma2":
         raise ZplanError(f"the class of model_type `{arch.family}` refuses fused attention", "use --attention eager")

@@ -328,6 +328,12 @@ def open_search(request: Request, *, remainder: bool) -> Search:
         nvme_bytes=request.nvme_bytes,
         device=request.get("device") or "cuda",
     )
+    if request.get("precision") == "bf16" and not hardware.takes_bf16:
+        raise ZplanError(
+            f"{request.fixed_by['precision']} asks for bf16, which {hardware.gpu or 'this card'} of compute capability "
+            f"{hardware.compute_capability} does not have: it came with 8.0",
+            "use --precision fp16",
+        )
     return Search(model, hardware, request, remainder=remainder)
 
 

@@ -331,6 +331,16 @@ class Aten:
         self.tape.finish(node, out, saved=[out])
         return out
 
+    def dropout(self, x: Value) -> Value:
+        """Training's, of any probability but 0. A GPU keeps a mask of bytes, a CPU the factors in the input's dtype."""
+        if not self.table.kernels:
+            return self.mul(x, self.like(x, "dropout.mask"))
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "dropout.grad")])
+        out = self.like(x, "dropout")
+        mask = self.like(x, "dropout.mask", BOOL)
+        self.tape.finish(node, out, saved=[mask])
+        return out
+
     def masked_fill(self, x: Value, mask: Value) -> Value:
         node = self.tape.node([x], lambda g, s: [self.like(g[0], "masked_fill")], mask)
         out = self.like(x, "masked_fill")

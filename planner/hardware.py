@@ -53,6 +53,12 @@ class Hardware:
     """Per node; None when not given."""
 
     @property
+    def takes_bf16(self) -> bool:
+        """False for an NVIDIA card before Ampere (compute capability 8.0), which has no bf16 products."""
+        major = self.compute_capability.partition(".")[0]
+        return not major.isdigit() or int(major) >= 8
+
+    @property
     def gpus_per_node(self) -> int:
         return self.world_size // self.nodes
 

@@ -29,7 +29,8 @@ class BertTape(StepTape):
         out = op.add(words, typed)
         placed = op.embedding(p[f"{name}.position_embeddings.weight"], positions, table="positions")
         out = op.add(out, placed)
-        return _layer_norm(op, p, f"{name}.LayerNorm", out)
+        out = _layer_norm(op, p, f"{name}.LayerNorm", out)
+        return op.dropout(out) if self.arch.trait("dropout") else out
 
     def layer(self, i: int) -> Block:
         return Block(self.op, self.params, self.arch, f"bert.encoder.layer.{i}.", self.recipe.attention)
@@ -79,6 +80,7 @@ class Block:
 
     def _output(self, x: Value, given: Value, name: str) -> Value:
         x = self._linear(x, f"{name}.dense")
+        x = self.op.dropout(x) if self.arch.trait("dropout") else x
         return _layer_norm(self.op, self.p, f"{self.prefix}{name}.LayerNorm", self.op.add(x, given))
 
     def _attention(self, x: Value) -> tuple[Value, Value | None]:
@@ -102,6 +104,8 @@ class Block:
         op = self.op
         scores = op.scale(op.matmul(q, op.transpose(k, 2, 3)))
         scores = op.softmax(scores, "softmax")
+        if self.arch.trait("attention_dropout"):
+            scores = op.dropout(scores)
         out = op.named("attention output", op.matmul(scores, v))
         return op.contiguous(op.transpose(out, 1, 2)), scores
 

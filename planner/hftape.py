@@ -60,10 +60,18 @@ class ClassTape(StepTape):
         for _ in range(self.style.masks):
             self._look_for_packing(*ids.shape)
         masks = self._masks(ids)
+        start = [self._dropped(embedded)]
+        if self.arch.family == "phi":
+            embedded = start[0]  # There the dropped one takes over the name, which lives until the forward returns.
         wide = self.arch.trait("rotary") or self.arch.head_dim
         itemsize = FP32 if self.style.rotary_fp32 else self.itemsize
         tables = [rotary_tables(self.op, wide, seq, itemsize) for _ in range(self.style.tables)]
-        return self.layers([embedded], positions, tables, masks)
+        out = self.layers(start, positions, tables, masks)
+        del embedded
+        return out
+
+    def _dropped(self, embedded: Value) -> Value:
+        return self.op.dropout(embedded) if self.arch.trait("embed_dropout") else embedded
 
     def _look_for_packing(self, batch: int, seq: int) -> None:
         """Whether positions start again anywhere: their differences, and how often they are not 1."""

@@ -169,6 +169,8 @@ class Search:
         fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
+        if not self.hardware.takes_bf16:
+            fixed.setdefault("precision", "fp16")
         if "offload" in fixed and stage < 3:
             # Below stage 3 parameters are whole on every rank, so there is nothing to fetch.
             fixed["offload"] = replace(fixed["offload"], params="none")

@@ -212,3 +212,41 @@ def test_layers_of_two_kinds_are_not_counted():
     for changes, expected in (({}, True), ({"decoder_sparse_step": 2}, False)):
         arch, _ = read_architecture(config | changes, "m")
         assert counted(ModelSpec("m", decoder_units(arch), arch)) is expected
+
+
+DROPPED = {
+    "opt": {"dropout": 0.1, "attention_dropout": 0.1},
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "gpt_neox, serial": {"hidden_dropout": 0.1},
+    "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1},
+    "phi3": {"resid_pdrop": 0.1},
+    "qwen2": {"attention_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("kind", [(3, 10, "bf16", "none", "eager"), (2, 9, "fp32", "full", "eager")])
+def test_dropout_equals_what_an_observer_sees(name, kind):
+    config, choice = SMALL | CASES[name] | DROPPED[name], choose(*kind)
+    expected, seen = predicted(config, choice), observed(config, choice)
+    del expected["idle"]
+    wrong = {p: (n, seen.get(p, 0)) for p, n in expected.items() if n != seen.get(p, 0)}
+    assert not wrong, wrong
+
+
+def test_dropout_of_fused_attention():
+    config = SMALL | CASES["bert"] | {"attention_probs_dropout_prob": 0.1}
+    with pytest.raises(ZplanError, match="fused attention on a CPU takes no dropout"):
+        predicted(config, choose(1, 8, "bf16", "none"))
+    # On a GPU it keeps a seed, which is there without dropout too.
+    gpu = replace(choose(2, 64, "bf16", "none"), device="cuda")
+    assert predicted(config, gpu) == predicted(config | {"attention_probs_dropout_prob": 0.0}, gpu)
+
+
+def test_masks_of_dropout_on_a_gpu_are_bytes():
+    config, choice = SMALL | CASES["opt"], replace(choose(2, 64, "bf16", "none"), device="cuda")
+    turn = {p: predicted(config | {"dropout": p}, choice)["loss"] for p in (0.0, 0.1)}
+    hidden = 2 * 64 * SMALL["hidden_size"]
+    # Two masks a layer; the sums that follow need nothing of what was dropped.
+    assert turn[0.1] - turn[0.0] == 2 * SMALL["num_hidden_layers"] * hidden
