@@ -402,7 +402,8 @@ def _read(tape: Tape, blocks: int) -> Simulation:
     )
 
 
-_NOT_SAVED = ("inputs", "labels", "loss")
+_DATA = {"inputs": "data.inputs", "labels": "data.labels", "mask of tokens": "data.mask"}
+_NOT_SAVED = (*_DATA, "loss")
 """Alive in backward, but not because a node saved them."""
 
 
@@ -415,8 +416,8 @@ def _span(tape: Tape, s: Storage, turn: int) -> tuple[int, int] | None:
 
 def _line_id(tape: Tape, s: Storage, turn: int, last: int) -> str:
     own, ends = _unit(tape.phases[s.born]), tape.phases[last]
-    if s.label in ("inputs", "labels"):
-        return f"data.{s.label}"
+    if s.label in _DATA:
+        return _DATA[s.label]
     if s.label.startswith("rotary"):
         return "act.rotary"
     if s.label in ("loss", "loss.grad"):

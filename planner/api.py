@@ -159,6 +159,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     attention: str | None = None,
     cross_entropy: str | None = None,
     reduce_dtype: str | None = None,
+    padded: bool = False,
     device: str | None = None,
     saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -204,6 +205,8 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Blocks in one checkpointed segment; whether a segment's input waits in host memory.
     cross_entropy
         `plain` from whole logits in fp32, `bf16` from them as they are, `chunked` or `fused` without whole ones.
+    padded
+        Sequences are padded to `seq` and attention takes a mask; otherwise they are packed, and none is needed.
     reduce_dtype
         `fp32` or `bf16`: in which gradients are reduced and accumulated.
     config
@@ -343,7 +346,10 @@ def _notes(search: Search) -> tuple[str, ...]:
     long: tuple[str, ...] = ()
     if search.seq > limit and not search.model.assumed:
         long = (f"--seq {search.seq} is longer than what `{search.model.spec.name}` is made for, {limit} tokens",)
-    return (*search.request.notes, *search.hardware.notes, *search.model.notes, *long)
+    padded: tuple[str, ...] = ()
+    if search.request.get("padded"):
+        padded = (f"the worst batch counts: every sequence is taken as padded to {search.seq} tokens, loss included",)
+    return (*search.request.notes, *search.hardware.notes, *search.model.notes, *long, *padded)
 
 
 def plan(  # noqa: PLR0913 - as `estimate`
@@ -379,6 +385,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     attention: str | None = None,
     cross_entropy: str | None = None,
     reduce_dtype: str | None = None,
+    padded: bool = False,
     device: str | None = None,
     saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,

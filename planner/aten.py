@@ -119,6 +119,8 @@ class Aten:
         """Low-rank factors (rank, in) and (out, rank) beside a frozen weight."""
         self.quantized: set[Storage] = set()
         """Weights of 4 bits, which every product makes whole first."""
+        self.masked = False
+        """Whether fused attention takes a mask: of a padded batch."""
         self.fused = False
         """Whether the built-in decoder runs our own kernels: `planner/fused.py`."""
 
@@ -634,11 +636,13 @@ class Aten:
 
     def shares_heads(self, q: Value) -> bool:
         """Whether fused attention takes fewer key than query heads as they are."""
-        return self.table.attention[q.itemsize] != "efficient"
+        return self.table.attention[q.itemsize] != "efficient" and not self.masked
 
     def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
         """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes."""
         kernel = self.table.attention[q.itemsize]
+        if self.masked and kernel == "flash":
+            kernel = "efficient"  # Flash attention knows the causal mask alone.
         (b, h, t, d), groups = q.shape, k.shape[1]
 
         def backward(g: Grads, s: Grads) -> Outs:
@@ -673,7 +677,9 @@ class Aten:
             seeds = {"cpu": (), "flash": (2, 1), "efficient": (1, 1)}[kernel]
             return [out, lse, *(self.tape.new((n,), INT64, "philox") for n in seeds)]
 
-        node = self.tape.node([q, k, v], backward, q, k, v)
+        # A mask of bytes is turned into one that is added, anew for each layer, which keeps it.
+        bias = [self.tape.new((b, 1, t, t), q.itemsize, "attention bias")] if self.masked else []
+        node = self.tape.node([q, k, v], backward, q, k, v, *bias)
         made = self.tape.product(make)
         self.tape.finish(node, made[0], saved=made)
         return made[0]

@@ -91,6 +91,8 @@ class TrainingConfig:
     """Blocks in one checkpointed segment."""
     checkpoint_offload: bool = False
     """Inputs of checkpointed segments wait in host memory."""
+    padded: bool = False
+    """Sequences are padded to `seq`, and attention takes a mask."""
     attention: Attention = "sdpa"
     cross_entropy: CrossEntropy = "plain"
     """`fused`: the built-in decoder's head and loss in one, without whole logits."""
@@ -127,7 +129,8 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 
 _EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
-EXTRAS = (*_EXTRA_INTS, "checkpointing", "checkpoint_offload", "attention", "cross_entropy", "kernels", "saving")
+_EXTRA_FLAGS = ("checkpoint_offload", "padded")
+EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, "checkpointing", "attention", "cross_entropy", "kernels", "saving")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -449,6 +452,7 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))
-    if "checkpoint_offload" in block:
-        found["checkpoint_offload"] = want_bool("checkpoint_offload", where, block["checkpoint_offload"])
+    for name in _EXTRA_FLAGS:
+        if name in block:
+            found[name] = want_bool(name, where, block[name])
     return ()

@@ -160,6 +160,7 @@ class Recipe:
     attention: Attention = "sdpa"
     cross_entropy: CrossEntropy = "plain"
     kernels: Kernels = "torch"
+    padded: bool = False
 
 
 class StepTape(ABC):
@@ -167,7 +168,7 @@ class StepTape(ABC):
 
     def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int, recipe: Recipe) -> None:
         self.op, self.tape, self.arch, self.itemsize, self.recipe = op, op.tape, arch, itemsize, recipe
-        op.fused = recipe.kernels == "fused"
+        op.fused, op.masked = recipe.kernels == "fused", recipe.padded
         self.params: dict[str, Value] = {}
         for u in units:
             gradients = UnitGradients(u.name)
@@ -222,6 +223,10 @@ class StepTape(ABC):
             x = self.unit(name, run, x, *further)
         return x
 
+    def padding_mask(self, batch: int, seq: int) -> Value | None:
+        """Which tokens each token of a padded batch may see, (B, 1, T, T); the model's forward keeps it."""
+        return self.tape.new((batch, 1, seq, seq), BOOL, "padding mask") if self.recipe.padded else None
+
     def evaluate(self, batch: int, seq: int) -> None:
         """A batch and its forward, on a tape without gradients."""
         self.tape.enter("forward.embed")
@@ -260,6 +265,7 @@ class StepTape(ABC):
         self.tape.enter("forward.embed")
         ids = self.tape.new((batch, seq), INT64, "inputs")
         labels = self.tape.new((batch, seq), INT64, "labels")
+        _which = self.tape.new((batch, seq), INT64, "mask of tokens") if self.recipe.padded else None
         loss = self.forward(ids, labels)
         self.tape.enter("backward.loss")
         self.tape.backward(loss)
@@ -272,13 +278,16 @@ class DecoderTape(StepTape):
 
     def features(self, ids: Value) -> Value:
         t = ids.shape[1]
+        mask = self.padding_mask(*ids.shape)
         start = [self.starts(self.op.embedding(self.params["embed.weight"], ids), "backward.embed")]
         tables: tuple[Value, ...] = ()
         if self.arch.family == "llama":
             tables = rotary_tables(self.op, self.arch, t, self.itemsize)
         else:
             start[0] = self.op.add(start[0], self._positions(self.tape.new((t,), INT64, "positions.ids")))
-        return self.unit("norm", self._norm, self.blocks(start, self._calls(tables)))
+        out = self.unit("norm", self._norm, self.blocks(start, self._calls(tables)))
+        del mask
+        return out
 
     def _calls(self, tables: tuple[Value, ...]) -> list[Call]:
         out = []

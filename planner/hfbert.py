@@ -49,7 +49,10 @@ class BertTape(StepTape):
     def features(self, ids: Value) -> Value:
         # Every layer is called in a phase of its own; the embedding's output keeps its name, as in the class.
         embedded = self.starts(self.embed(ids), "backward.embed")
-        return self.blocks([embedded], [(f"blocks.{i}", self.layer(i).run, ()) for i in range(self.arch.layers)])
+        padding = self.padding_mask(*ids.shape)
+        out = self.blocks([embedded], [(f"blocks.{i}", self.layer(i).run, ()) for i in range(self.arch.layers)])
+        del padding
+        return out
 
     def forward(self, ids: Value, labels: Value) -> Value:
         hidden = self.features(ids)

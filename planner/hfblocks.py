@@ -203,11 +203,14 @@ class Block:
 
     def attend(self, q: Value, k: Value, v: Value, *mask: Value) -> tuple[Value, Value | None]:
         """From queries, keys and values (B, H, T, D) to what `attention` returns."""
-        out, weights = self._eager(q, k, v, *mask) if self.kind == "eager" else self._fused(q, k, v)
+        out, weights = self._eager(q, k, v, *mask) if self.kind == "eager" else self._fused(q, k, v, *mask)
         out = self.op.reshape(out, (*out.shape[:2], self.arch.heads * self.arch.head_dim))
         return self.linear(out, ".".join(self.style.attention)), weights
 
-    def _fused(self, q: Value, k: Value, v: Value) -> tuple[Value, Value | None]:
+    def _fused(self, q: Value, k: Value, v: Value, *mask: Value) -> tuple[Value, Value | None]:
+        times = self.arch.heads // self.arch.kv_heads
+        if mask and times > 1:
+            k, v = self._repeated(k, times), self._repeated(v, times)
         return self.op.contiguous(self.op.transpose(self.op.sdpa(q, k, v), 1, 2)), None
 
     def _eager(self, q: Value, k: Value, v: Value, mask: Value) -> tuple[Value, Value | None]:

@@ -93,7 +93,10 @@ class ClassTape(StepTape):
 
     def _masks(self, ids: Value) -> list[Value]:
         """Fused attention of whole sequences needs none. Otherwise each is (B, 1, T, T), in the compute dtype."""
-        return [self._mask(*ids.shape) for _ in range(self.style.masks)] if self.recipe.attention == "eager" else []
+        padding = self.padding_mask(*ids.shape)
+        if self.recipe.attention == "eager":
+            return [self._mask(*ids.shape) for _ in range(self.style.masks)]
+        return [] if padding is None else [padding]
 
     def _mask(self, batch: int, seq: int) -> Value:
         future = self._future(batch, seq)
@@ -114,7 +117,7 @@ class ClassTape(StepTape):
     def _learned_positions(self, ids: Value) -> Value:
         """OPT counts the ones of an fp32 mask, and looks the counts up two rows further down."""
         tape, embedded = self.tape, self.embed(ids)
-        mask = tape.new(ids.shape, FP32, "positions.mask")
+        mask = None if self.recipe.padded else tape.new(ids.shape, FP32, "positions.mask")
         positions = tape.new(ids.shape, FP32, "positions.ids")
         positions = self._shifted(self.op.like(positions, "positions.ids"))
         masks = self._masks(ids)

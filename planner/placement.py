@@ -79,6 +79,7 @@ def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     # A search asks for many choices that differ only in what moves no parameter.
     same = replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa")
     same = replace(same, cross_entropy="plain", kernels="torch", checkpoint_every=1, checkpoint_offload=False)
+    same = replace(same, padded=False)
     return _place(spec, same)
 
 

@@ -44,6 +44,7 @@ OPTION = {
     "reduce_dtype": "--reduce-dtype",
     "checkpoint_every": "--checkpoint-every",
     "checkpoint_offload": "--checkpoint-offload",
+    "padded": "--padded",
     "offload": "--offload",
     "ring_slots": "`ring_slots`",
     "cross_entropy": "--loss",
@@ -312,9 +313,9 @@ def _check(name: str, value: Any) -> Any:
             near = did_you_mean(str(value), _WORDS[name])
             raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
         return value
-    if name == "checkpoint_offload":
+    if name in ("checkpoint_offload", "padded"):
         if not isinstance(value, bool):
-            raise ZplanError(f"`checkpoint_offload` is {value!r}", "give True or False")
+            raise ZplanError(f"`{name}` is {value!r}", "give True or False")
         return value
     if name == "optimizer":
         from zplan.planner.optimizers import find_kind

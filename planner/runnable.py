@@ -62,6 +62,8 @@ def _limits(c: Choice) -> Iterator[Limit]:
         yield Limit("--optimizer", c.optimizer, f"zplan's step is {can}", f"use --optimizer {can}")
     if c.cross_entropy in ("bf16", "chunked"):
         yield Limit("--loss", c.cross_entropy, "zplan's decoders take it plain or fused", "use --loss plain or fused")
+    if c.padded:
+        yield Limit("--padded", "", "zplan packs text into whole sequences, without a mask", "leave --padded out")
     if c.checkpointing == "selective":
         why = "zplan's decoders checkpoint a block whole or not at all"
         yield Limit("--checkpointing", "selective", why, "use --checkpointing full or none")

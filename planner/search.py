@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from zplan.planner.step_time import StepTime
 
 STAGES = (0, 1, 2, 3)
-TRAINING = ("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload")
+TRAINING = ("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded")
 """Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
 POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
 """Families that cannot run a longer sequence than they have positions for."""

@@ -450,6 +450,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         checkpointing=training.checkpointing,
         checkpoint_every=training.checkpoint_every,
         checkpoint_offload=training.checkpoint_offload,
+        padded=training.padded,
         attention=training.attention,
         cross_entropy=training.cross_entropy,
         kernels=training.kernels,

@@ -147,6 +147,7 @@ QUESTION = (
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
     click.option("--saving", metavar="HOW", help="foreground, or background: from a copy in host memory."),
+    click.option("--padded", is_flag=True, help="Sequences are padded to --seq with a mask, not packed."),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
     click.option("--lora", type=int, metavar="RANK", help="Freeze the model and train adapters of this rank."),
     click.option("--lora-targets", metavar="NAMES", help="q,v; attention; all-linear; or names.  [default: q,v]"),
