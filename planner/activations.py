@@ -23,7 +23,7 @@ from functools import lru_cache
 from operator import mul
 
 from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
-from zplan.planner.config import ITEMSIZE, Choice, Device, Precision
+from zplan.planner.config import ITEMSIZE, Choice, Device, Precision, Runtime
 from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, Recipe, StepTape
 from zplan.planner.fused import WEIGHT_SUM, chunk_tokens
@@ -290,6 +290,7 @@ def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = N
         choice.precision,
         _recipe(choice),
         *_extents(choice),
+        choice.runtime,
     )
 
 
@@ -339,11 +340,18 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     recipe: Recipe,
     batch: int,
     seq: int,
+    runtime: Runtime,
 ) -> Simulation:
-    table = DEVICES[device]
-    tape = Tape(in_place_accumulation=table.in_place_accumulation)
-    make = DecoderTape if arch.runnable else _class_tape(arch)
-    run = make(Aten(tape, table), arch, _units(arch, adapters), ITEMSIZE[precision], recipe)
+    table, units = DEVICES[device], _units(arch, adapters)
+    make: type[StepTape] = DecoderTape if arch.runnable else _class_tape(arch)
+    if runtime == "zplan":
+        tape = Tape(in_place_accumulation=table.in_place_accumulation)
+        run = make(Aten(tape, table), arch, units, ITEMSIZE[precision], recipe)
+    else:
+        from zplan.planner.peer_tape import steps_for, tape_for
+
+        tape = tape_for(runtime, units, in_place_accumulation=table.in_place_accumulation)
+        run = steps_for(make, tape, table, runtime, arch, units, precision, recipe)
     run.step(batch, seq)
     return _read(tape, arch.layers)
 

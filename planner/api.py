@@ -61,6 +61,8 @@ class Estimate:
     """What would make it fit; empty when it does."""
     traffic: tuple[Traffic, ...]
     """By stage, for the choices of `rows`."""
+    untimed: str
+    """Why `timings` is empty; empty where it is not."""
     timings: tuple[Timing, ...]
     """By stage, for the choices of `rows`: time of a step and cost of the training; empty where they can't be told."""
     activities: tuple[Activity, ...]
@@ -233,6 +235,7 @@ def answer(request: Request) -> Estimate:
     row, single = search.pick(rows), search.single()
     others, uses = beside(search.model.spec, row, search.hardware)
     verdict = _judge(search, row, single)
+    times = _timings(search, rows)
     return Estimate(
         request=request,
         model=search.model,
@@ -247,7 +250,8 @@ def answer(request: Request) -> Estimate:
         activities=others,
         tiers=uses,
         traffic=tuple(search.traffic(r.choice) for r in rows),
-        timings=_timings(search, rows),
+        timings=times,
+        untimed="" if times else search.why_untimed(row.choice),
         notes=_notes(search),
     )
 
@@ -262,11 +266,12 @@ def _remedies(search: Search, row: Row, uses: tuple[TierUse, ...]) -> tuple[Reme
 
 
 def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
-    if search.clock is None:
+    untimed = next((r for r in rows if search.time(r.choice) is None), None)
+    if untimed is not None:
         if search.request.goal.asked:
-            why = "no card is named" if search.hardware.gpu is None else "the model's ops are not counted"
             raise ZplanError(
-                f"no step time can be told, as {why}, and so no hours", "name a card of `zplan gpus` with --gpu"
+                f"no hours can be told: {search.why_untimed(untimed.choice)}",
+                "name a card of `zplan gpus` with --gpu, and use --precision bf16",
             )
         return ()
     from zplan.planner.timing import timings
@@ -331,12 +336,6 @@ def open_search(request: Request, *, remainder: bool) -> Search:
         nvme_bytes=request.nvme_bytes,
         device=request.get("device") or "cuda",
     )
-    if request.get("precision") == "bf16" and not hardware.takes_bf16:
-        raise ZplanError(
-            f"{request.fixed_by['precision']} asks for bf16, which {hardware.gpu or 'this card'} of compute capability "
-            f"{hardware.compute_capability} does not have: it came with 8.0",
-            "use --precision fp16",
-        )
     return Search(model, hardware, request, remainder=remainder)
 
 

@@ -36,6 +36,25 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class ZeroSizes:
+    """DeepSpeed's own sizes, by the names of its config and with its defaults (0.19); elements unless said otherwise.
+
+    zplan's runtime reads none of them.
+    """
+
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool = True
+    """Two buckets instead of one at stages 1 and 2. DeepSpeed's own default there is off; emitted configs say it."""
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    sub_group_size: int = 1_000_000_000
+    pin_memory: bool = True
+    """Of what is offloaded."""
+
+
+@dataclass(frozen=True)
 class Choice:
     """Everything that decides what one rank of a runtime allocates and when."""
 
@@ -83,6 +102,8 @@ class Choice:
     context_parallel: int = 1
     hpz: int = 1
     """Ranks of a secondary parameter shard (ZeRO++ hpZ); 1 for none."""
+    zero: ZeroSizes = ZeroSizes()
+    """Of DeepSpeed, where that is the runtime."""
 
     @property
     def global_batch(self) -> int:

@@ -7,7 +7,7 @@ block function, and a row in `BLOCKS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -276,6 +276,9 @@ class StepTape(ABC):
 class DecoderTape(StepTape):
     """`runtime/decoder.py`."""
 
+    kinds: Mapping[str, Callable[[Aten, Params, Architecture, Attention], Block]] = BLOCKS
+    """Families and the functions that make their blocks."""
+
     def features(self, ids: Value) -> Value:
         t = ids.shape[1]
         mask = self.padding_mask(*ids.shape)
@@ -294,7 +297,7 @@ class DecoderTape(StepTape):
         for i in range(self.arch.layers):
             prefix = f"blocks.{i}."
             params = {k.removeprefix(prefix): v for k, v in self.params.items() if k.startswith(prefix)}
-            run = BLOCKS[self.arch.family](self.op, params, self.arch, self.recipe.attention)
+            run = self.kinds[self.arch.family](self.op, params, self.arch, self.recipe.attention)
             out.append((prefix[:-1], run, tables))
         return out
 

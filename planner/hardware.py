@@ -53,10 +53,9 @@ class Hardware:
     """Per node; None when not given."""
 
     @property
-    def takes_bf16(self) -> bool:
-        """False for an NVIDIA card before Ampere (compute capability 8.0), which has no bf16 products."""
-        major = self.compute_capability.partition(".")[0]
-        return not major.isdigit() or int(major) >= 8
+    def bf16(self) -> bool:
+        """Whether its cards compute in bf16: NVIDIA's from Ampere on; a card of which nothing is known passes."""
+        return not self.compute_capability[:1].isdigit() or float(self.compute_capability) >= 8
 
     @property
     def gpus_per_node(self) -> int:

@@ -13,7 +13,7 @@ from zplan.planner.states import state_lines
 from zplan.planner.timeline import Timeline, timeline
 
 
-def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = ()) -> Ledger:
+def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = (), rank: int | None = 0) -> Ledger:
     """Ledger of one rank over one training step in steady state.
 
     Parameters
@@ -24,12 +24,18 @@ def predict(spec: ModelSpec, choice: Choice, *, overheads: tuple[Line, ...] = ()
         Stage, ranks, batch, precision.
     overheads
         Further lines over the same phases, such as those of `hardware.overhead_lines`.
+    rank
+        Whose, where ranks differ: DeepSpeed's stages 1 and 2. None is the one that holds most.
 
     Returns
     -------
     Ledger
-        Bytes are exact where a line's source is `allocated` or `derived`.
+        Bytes are exact where a line's source is `allocated` or `derived`. Of another runtime than zplan's: its own.
     """
+    if choice.runtime != "zplan":
+        from zplan.planner.peer import peer_ledger
+
+        return peer_ledger(spec, choice, overheads=overheads, rank=rank)
     time = timeline(spec.units)
     return merge(time.phases, shard_lines(spec, choice, time), batch_lines(spec, choice, time), overheads)
 

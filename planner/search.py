@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, get_args
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.comm import Traffic, traffic
-from zplan.planner.config import Checkpointing, Choice
+from zplan.planner.config import Checkpointing, Choice, Offload
 from zplan.planner.errors import ZplanError
 from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable
 from zplan.planner.halving import Lazy, largest_multiple
@@ -111,6 +111,13 @@ class Search:
 
     def __post_init__(self) -> None:
         self.seq = self._seq()
+        if self.request.get("precision") == "bf16" and not self.hardware.bf16:
+            by = self.request.fixed_by["precision"]
+            raise ZplanError(
+                f"{by} asks for bf16, which a {self.hardware.gpu} (compute capability "
+                f"{self.hardware.compute_capability}) does not compute in",
+                "use --precision fp16, or a card of Ampere or later",
+            )
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
@@ -162,15 +169,25 @@ class Search:
         per_rank = train // world_size
         return [Batch(m, per_rank // m, world_size) for m in divisors(per_rank)]
 
-    def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
-        """A choice with everything else as asked for or by default."""
+    def at(self, name: str, value: int) -> Search:
+        """The same search with one more thing asked for; what was evaluated is shared."""
+        fixed = {**self.request.fixed, name: value}
+        request = replace(self.request, fixed=fixed, fixed_by={**self.request.fixed_by, name: f"--{name}"})
+        return replace(self, request=request)
+
+    def choice(
+        self, stage: int, batch: Batch, checkpointing: Checkpointing, *, offload: Offload | None = None
+    ) -> Choice:
+        """A choice with everything else as asked for or by default; `offload` instead of what was asked."""
         names = ("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "device", "saving")
         wanted = (*names, "offload", *TRAINING)
         fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
-        if not self.hardware.takes_bf16:
+        if not self.hardware.bf16:
             fixed.setdefault("precision", "fp16")
+        if offload is not None:
+            fixed["offload"] = offload
         if "offload" in fixed and stage < 3:
             # Below stage 3 parameters are whole on every rank, so there is nothing to fetch.
             fixed["offload"] = replace(fixed["offload"], params="none")
@@ -254,9 +271,19 @@ class Search:
         """Predicted time of one optimizer step; None where it can't be told."""
         return None if self.clock is None else self.clock.time(choice, self.folding(choice))
 
+    def why_untimed(self, choice: Choice) -> str:
+        """Why `time` tells none."""
+        if choice.runtime != "zplan":
+            return "step times are those of zplan's runtime"
+        if self.hardware.gpu is None or choice.device == "cpu":
+            return "no card is named (--gpu)"
+        if self.clock is None:
+            return "the model's ops are not counted"
+        return f"no peak of {self.hardware.gpu} in {choice.precision} is known"
+
     def traffic(self, choice: Choice) -> Traffic:
         """Bytes that one rank moves in a step."""
-        if not foldable(choice):
+        if not foldable(choice) or choice.offload.optimizer != "none":
             return traffic(self.model.spec, choice)
         per_model = self.folding(choice).affine
         return Traffic(

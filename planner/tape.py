@@ -21,7 +21,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from zplan.planner.layout import ceil_to
 from zplan.planner.strides import dense_like, is_dense, row_major
@@ -36,6 +36,10 @@ whose logits exist at once."""
 WIDTH = len(BASIS) + 6
 
 PARAMETER_GRADIENT = "parameter gradient"
+
+Retention = Literal["next", "unit", "none"]
+"""How long a runtime holds a unit's whole gradients: zplan until the next unit's have landed; until the unit's backward
+is over; not at all, since each is taken as it comes."""
 
 OF_PRODUCTS = frozenset(
     (
@@ -174,6 +178,7 @@ class UnitGradients:
 
     name: str
     missing: int = 0
+    landed: int = 0
     arrived: list[Value] = field(default_factory=list)
 
 
@@ -222,6 +227,8 @@ class Tape:
 
     Attributes
     ----------
+    retention, held
+        How long whole gradients are held, and units whose gradients are held to the end of backward.
     phases
         Names in the order entered.
     levels
@@ -233,8 +240,15 @@ class Tape:
         Off for a forward under `torch.no_grad`: no op has a node then, and nothing is saved.
     """
 
-    def __init__(self, *, in_place_accumulation: bool, gradients: bool = True) -> None:
-        self.gradients = gradients
+    def __init__(
+        self,
+        *,
+        in_place_accumulation: bool,
+        gradients: bool = True,
+        retention: Retention = "next",
+        held: frozenset[str] = frozenset(),
+    ) -> None:
+        self.gradients, self.retention, self.held = gradients, retention, held
         self.phases: list[str] = ["idle"]
         self.levels: list[set[Level]] = [{(0,) * (2 * WIDTH)}]
         self.storages: list[Storage] = []
@@ -246,6 +260,7 @@ class Tape:
         self._seq = 0
         self._frame: Frame | None = None
         self._retained: list[Value] = []
+        self._held: list[Value] = []
 
     # Storages
 
@@ -321,6 +336,8 @@ class Tape:
 
     def enter(self, phase: str) -> None:
         """Start a phase; its first moment is the level it starts from."""
+        if self.retention == "unit" and phase.startswith("backward."):
+            self._retained.clear()
         self._note()
         self.phases.append(phase)
         self.levels.append(set())
@@ -461,6 +478,7 @@ class Tape:
                     pushed += 1
                     heapq.heappush(ready, (-edge.node.seq, pushed, edge.node))
         self._retained.clear()
+        self._held.clear()
 
     def _run(self, node: Node, gradients: Gradients) -> Gradients:
         if isinstance(node, Accumulate):
@@ -507,9 +525,12 @@ class Tape:
         unit, gradient = node.unit, gradients[0]
         assert gradient is not None and gradient.storage.refs == 1, "a shared gradient would be copied"
         gradient.storage.label = PARAMETER_GRADIENT
-        unit.arrived.append(gradient.alias())
-        if len(unit.arrived) == unit.missing:
-            # The runtime holds a unit's gradients until the next unit's have landed.
+        unit.landed += 1
+        if unit.name in self.held:
+            self._held.append(gradient.alias())
+        elif self.retention != "none":
+            unit.arrived.append(gradient.alias())
+        if unit.landed == unit.missing:
             self._retained.clear()
             self.enter(f"reduce.{unit.name}")
             self._retained, unit.arrived = unit.arrived, []

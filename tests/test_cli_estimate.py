@@ -217,7 +217,7 @@ QUESTION = (
     "--examples --price --offline "
 )
 FLAGS = {
-    "estimate": QUESTION + "--json --check",
+    "estimate": QUESTION + "--json --check --top --max --min --sweep",
     "plan": QUESTION + "--out",
     "models": "--json",
     "gpus": "--json",

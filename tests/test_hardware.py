@@ -4,7 +4,6 @@ import stat
 
 import pytest
 
-import zplan
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware, find_gpu, hardware_from, local_gpus, read_gpus
@@ -163,21 +162,3 @@ def test_workspaces_follow_the_card():
 
     assert (workspace("8.9").nbytes, workspace("9.0").nbytes, workspace("").nbytes) == (9 * MIB, 32 * MIB, 32 * MIB)
     assert workspace("8.9").count == 2
-
-
-@pytest.mark.parametrize(
-    ("gpu", "precision"),
-    [("V100 SXM2 32GB", "fp16"), ("T4", "fp16"), ("V100 PCIe 16GB", "fp16"), ("A100 SXM 80GB", "bf16")],
-)
-def test_cards_without_bf16_train_in_fp16(gpu, precision):
-    found = zplan.estimate("smollm2-135m", gpus=2, gpu=gpu, seq=64)
-    assert found.row.choice.precision == precision
-    reason = next(d.reason for d in found.decisions if d.name == "precision")
-    assert ("has no bf16" in reason) == (precision == "fp16")
-
-
-@pytest.mark.parametrize("asked", [{"precision": "bf16"}, {"config": {"bf16": {"enabled": True}}}])
-def test_bf16_is_refused_before_ampere(asked):
-    with pytest.raises(ZplanError, match=r"asks for bf16, which T4 of compute capability 7.5 does not have") as caught:
-        zplan.estimate("smollm2-135m", gpus=2, gpu="T4", seq=64, **asked)
-    assert caught.value.hint == "use --precision fp16"
