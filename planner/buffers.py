@@ -37,8 +37,8 @@ def buffer_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
 
 
 def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """K slots per size class of ringed units, in the compute dtype, always there."""
-    classes = {p.size_class: p.buffer_bytes(choice) for p in placements if p.ringed}
+    """K slots of each ring, in the compute dtype, always there."""
+    classes = {p.ring: p.slot_numel * choice.itemsize for p in placements if p.ringed}
     spans = (time.always,) * choice.ring_slots
     return [Line(f"params.ring.{name}", nbytes, spans, "buffers") for name, nbytes in classes.items()]
 

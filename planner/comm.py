@@ -6,9 +6,9 @@ are padded to a multiple of N, so the division is exact. Every rank receives as 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from zplan.planner.config import REDUCE_ITEMSIZE, Choice
 from zplan.planner.models import ModelSpec
@@ -44,29 +44,42 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     sent = sum(p.layout.padded_numel for p in placements) // n * (n - 1)
     if not shards_states(choice):
         return Traffic(0, 2 * sent * REDUCE_ITEMSIZE)
-    ringed = Counter(p.size_class for p in placements if p.ringed)
-    numel = {p.size_class: p.layout.padded_numel for p in placements if p.ringed}
-    resident = sum(p.layout.padded_numel for p in placements if not p.ringed)
-    gathered = resident + sum(
-        numel[name] * ring_gathers(count, choice.ring_slots, accumulation=k) for name, count in ringed.items()
-    )
+    gathered = sum(p.layout.padded_numel for p in placements if not p.ringed)
+    for ring in dict.fromkeys(p.ring for p in placements if p.ringed):
+        members = [(p.layout.padded_numel, p.reads_in_backward) for p in placements if p.ring == ring]
+        gathered += ring_gathers(tuple(members), choice.ring_slots, accumulation=k)
     reduces = 1 if choice.stage == 1 else k
     return Traffic(gathered // n * (n - 1) * choice.itemsize, reduces * sent * REDUCE_ITEMSIZE)
 
 
-def ring_gathers(blocks: int, slots: int, *, accumulation: int) -> int:
-    """Gathers per optimizer step of `blocks` equal blocks that share `slots` slots.
+@lru_cache(maxsize=64)
+def ring_gathers(members: tuple[tuple[int, bool], ...], slots: int, *, accumulation: int) -> int:
+    """Elements gathered per optimizer step by the members of one ring, which take its `slots` slots in turn.
 
-    Each micro-step runs the blocks up and down. The last ones up are still in their slots on the way down, and the last
-    ones down at the next micro-step: every turn but the one at the step, where all values change, saves `slots`.
+    Each micro-step runs them up and down. The last ones up are still in their slots on the way down, and the last ones
+    down at the next micro-step, which therefore gathers less than the first: after the step all values are new.
+
+    Parameters
+    ----------
+    members
+        `(elements, whether backward reads them)` in forward order.
 
     Examples
     --------
-    >>> ring_gathers(32, 2, accumulation=1), ring_gathers(32, 2, accumulation=4)
-    (62, 242)
+    >>> [ring_gathers(((1, True),) * 32, 2, accumulation=k) for k in (1, 4)]
+    [62, 242]
     """
-    passes = 2 * accumulation
-    return passes * blocks - (passes - 1) * slots
+    held: dict[int, int] = {}
+    totals = []
+    up = list(range(len(members)))
+    for _ in range(min(accumulation, 2)):
+        total = 0
+        for i in [*up, *(i for i in reversed(up) if members[i][1])]:
+            if held.get(i % slots) != i:
+                held[i % slots] = i
+                total += members[i][0]
+        totals.append(total)
+    return totals[0] + (accumulation - 1) * totals[-1]
 
 
 def textbook_volume(stage: int, accumulation: int) -> int:

@@ -25,13 +25,13 @@ COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 
 
 def make_ring(placements: list[Placement], choice: Choice, arena: Arena) -> dict[tuple[str, int], Slot]:
-    """K slots per size class of ringed units, keyed by class and index."""
+    """K slots of each ring, keyed by its size class and index."""
     dtype = COMPUTE_DTYPE[choice.precision]
     ring: dict[tuple[str, int], Slot] = {}
     for p in placements:
         for k in range(choice.ring_slots if p.ringed else 0):
-            if (p.size_class, k) not in ring:
-                ring[p.size_class, k] = Slot(arena.take(f"params.ring.{p.size_class}", p.layout.padded_numel, dtype))
+            if (p.ring, k) not in ring:
+                ring[p.ring, k] = Slot(arena.take(f"params.ring.{p.ring}", p.slot_numel, dtype))
     return ring
 
 
@@ -55,7 +55,7 @@ def materialize(
         f, params = rows[p.unit.name]
         unit = FlatUnit(p, params, rank)
         if p.ringed:
-            unit.slot = ring[p.size_class, p.slot]
+            unit.slot = ring[p.ring, p.slot]
         full = _full_values(f, unit, arena.device, init, fresh)
         _cut(unit, full, choice, arena)
         del full

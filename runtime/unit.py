@@ -65,9 +65,9 @@ class FlatUnit:
 
     @property
     def buffer(self) -> Tensor:
-        """The flat buffer in the compute dtype: its own, or its ring slot's."""
+        """The flat buffer in the compute dtype, padded_numel: its own, or the start of its ring slot."""
         if self.slot is not None:
-            return self.slot.buffer
+            return self.slot.buffer[: self.layout.padded_numel]
         assert self.flat is not None, f"unit {self.name} has neither slot nor flat buffer"
         return self.flat
 

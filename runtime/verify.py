@@ -82,7 +82,7 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         yield from _unit_tensors(u, sharded_grads=engine.world_size > 1 and engine.choice.stage > 1)
         if u.slot is not None and id(u.slot) not in seen_slots:
             seen_slots.add(id(u.slot))
-            yield f"params.ring.{u.placement.size_class}", u.slot.buffer
+            yield f"params.ring.{u.placement.ring}", u.slot.buffer
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
     if engine.checkpoints.snapshot is not None:
