@@ -27,11 +27,17 @@ TUNED: dict[str, dict[str, int]] = {
     "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},
     "norm": {"BLOCK": 512, "UNROLL": 4, "STREAM": 0},
     "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 0, "NUM_ENTRIES": 64},
+    "sums": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},
 }
 """What each source is compiled with, unless a caller asks for something else: threads a block, elements of a block's
 share, vectors in flight a thread, whether what is touched once leaves the caches first, gradients a launch."""
 
-FUNCTIONS = {"adamw": ("adamw",), "norm": ("square_sum", "total_sum", "settle"), "copy": ("copy_grads",)}
+FUNCTIONS = {
+    "adamw": ("adamw",),
+    "norm": ("square_sum", "total_sum", "settle"),
+    "copy": ("copy_grads",),
+    "sums": ("sum_slices",),
+}
 """What each source defines."""
 
 _MAGIC = b"zplan-cubin-1\n"

@@ -44,12 +44,16 @@ def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) 
 
 
 def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """One fp32 slot of the largest piece, from the first reduce of a backward to its end."""
+    """A slot of the largest piece, from the first reduce of a backward to its end: in fp32 for a reduce-scatter, in the
+    compute dtype for an exchange, which needs another one for what arrives.
+    """
     if not uses_reduce_slots(choice) or not placements:
         return []
     numel = max(p.layout.max_piece_numel for p in placements)
     span = (time.at(f"reduce.{placements[-1].unit.name}"), time.last_backward)
-    return [Line("grads.slot", numel * REDUCE_ITEMSIZE, (span,), "buffers")]
+    if choice.reduce == "scatter":
+        return [Line("grads.slot", numel * REDUCE_ITEMSIZE, (span,), "buffers")]
+    return [Line(name, numel * choice.itemsize, (span,), "buffers") for name in ("grads.slot", "grads.received")]
 
 
 def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:

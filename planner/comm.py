@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from zplan.planner.buffers import uses_reduce_slots
 from zplan.planner.config import REDUCE_ITEMSIZE, Choice
 from zplan.planner.models import ModelSpec
 from zplan.planner.placement import Placement, place, shards_states
@@ -22,7 +23,7 @@ class Traffic:
     gather_bytes: int
     """Parameters, in the compute dtype."""
     reduce_bytes: int
-    """Gradients, in fp32."""
+    """Gradients."""
 
     @property
     def total_bytes(self) -> int:
@@ -32,9 +33,9 @@ class Traffic:
 def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | None = None) -> Traffic:
     """What the runtime moves for a choice.
 
-    Stage 0 all-reduces whole fp32 gradients at the last micro-step; stage 1 reduce-scatters them there, stages 2 and 3
-    at every micro-step. Stages 1 and 2 gather every unit once, after the step. At stage 3 so do resident units; the
-    others are gathered as `ring_gathers` says.
+    Stage 0 all-reduces whole fp32 gradients at the last micro-step; stage 1 reduces them to shards there, stages 2 and
+    3 at every micro-step: in the compute dtype by an exchange, in fp32 by a reduce-scatter. Stages 1 and 2 gather every
+    unit once, after the step. At stage 3 so do resident units; the others are gathered as `ring_gathers` says.
     """
     n, k = choice.world_size, choice.accumulation
     if n == 1:
@@ -49,7 +50,9 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
         members = [(p.layout.padded_numel, p.reads_in_backward) for p in placements if p.ring == ring]
         gathered += ring_gathers(tuple(members), choice.ring_slots, accumulation=k)
     reduces = 1 if choice.stage == 1 else k
-    return Traffic(gathered // n * (n - 1) * choice.itemsize, reduces * sent * REDUCE_ITEMSIZE)
+    exchanges = choice.reduce == "exchange" and uses_reduce_slots(choice)
+    itemsize = choice.itemsize if exchanges else REDUCE_ITEMSIZE
+    return Traffic(gathered // n * (n - 1) * choice.itemsize, reduces * sent * itemsize)
 
 
 @lru_cache(maxsize=64)

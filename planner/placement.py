@@ -1,14 +1,15 @@
 """What one rank keeps of each unit, and where: the decisions that states, buffers and the runtime share.
 
 [Note: resident and ringed] At stage 3 on several ranks, blocks of equal size share a ring of K slots and hold no 16-bit
-copy between uses (*ringed*). Every other unit (final norm, a size class with no more than K units, and anything tied) is
+copy between uses (*ringed*). Every other unit (final norm, a size class with no more than K units, and anything tied)
+is
 *resident*: its flat buffer in the compute dtype is always there. At stages 0 to 2 all units are resident. On one rank
 nothing is sharded, whatever the stage.
 
-[Note: guests] An embedding and a head whose weights are read in their own forward alone borrow slots of the largest ring:
-in forward order the members of a ring take its slots in turn, so the embedding's is free again for the second block, and
-the head's was the last block's but one. Slots grow where a guest is larger than a block, as long as that costs less than
-the flat buffers that it saves.
+[Note: guests] An embedding and a head whose weights are read in their own forward alone borrow slots of the largest
+ring: in forward order the members of a ring take its slots in turn, so the embedding's is free again for the second
+block, and the head's was the last block's but one. Slots grow where a guest is larger than a block, as long as that
+costs less than the flat buffers that it saves.
 
 [Note: masters] In bf16 a rank keeps fp32 master weights of its slices. In fp32 the resident flat buffer's own slices
 *are* the master weights; only a ringed unit keeps them apart, since its slot holds other blocks in between.

@@ -108,6 +108,7 @@ _DEFAULTS: dict[str, str] = {
     "ring_slots": "one block computes while the next is gathered",
     "piece_numel": "128 MiB in fp32: long enough for full bandwidth",
     "device": "a GPU unless --device cpu",
+    "reduce": "",
     "saving": "training waits for a checkpoint, and no copy of the states lies in host memory",
 }
 """Choices with a plain default, and why that default."""
@@ -136,6 +137,10 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         what = "the largest that fits and divides" if row.fits else "the smallest that divides"
         yield "micro_batch", f"{what} {per_rank}"
         yield "accumulation", f"{per_rank} / {c.micro_batch}"
+    if c.reduce == "exchange":
+        yield "reduce", "on one host gradients travel in the compute dtype and are added up in fp32"
+    else:
+        yield "reduce", f"over {search.hardware.nodes} nodes an fp32 reduce-scatter, which knows the network"
     if prefers_eager(search.model.arch):
         yield "attention", "its class refuses or masks torch's fused attention"
     if search.model.assumed:

@@ -72,6 +72,17 @@ class Collectives:
         if mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
 
+    def exchange_slices(self, received: Tensor, full: Tensor, unit: str) -> None:
+        """Send every rank its slice of `full`; `received` gets this rank's slice of every rank's, in rank order.
+
+        Both 1D, as long as each other. What a reduce-scatter moves, but in the dtype of the values rather than of their
+        sum, which the receiver takes in fp32 and in rank order.
+        """
+        self._announce("exchange", unit)
+        if self.on_gloo:  # bytes are bytes; gloo's exchange has no 16-bit floats
+            received, full = received.view(torch.uint8), full.view(torch.uint8)
+        dist.all_to_all_single(received, full, group=self.mesh.reduces)
+
     def all_reduce(self, tensor: Tensor, unit: str) -> None:
         """Sum over ranks, in place."""
         self._announce("all_reduce", unit)

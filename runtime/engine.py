@@ -448,5 +448,6 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
+        reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),
         saving=training.saving,
     )

@@ -23,6 +23,8 @@ class Mesh:
     reduces: dist.ProcessGroup | None
     started_here: bool
     """Whether `close` should end the process group."""
+    one_host: bool = True
+    """Whether all ranks are on this host."""
 
     def close(self) -> None:
         if self.started_here and dist.is_initialized():
@@ -56,7 +58,9 @@ def join(*, pretend_world: int | None = None, timeout_s: float = 600.0) -> Mesh:
         return Mesh(0, 1, device, None, None, started_here=started)
     gathers = dist.new_group()
     reduces = dist.new_group()
-    return Mesh(dist.get_rank(), world, device, gathers, reduces, started_here=started)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    one_host = pretend_world is not None or here == world
+    return Mesh(dist.get_rank(), world, device, gathers, reduces, started_here=started, one_host=one_host)
 
 
 def own_device() -> torch.device:

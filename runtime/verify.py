@@ -95,6 +95,8 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     yield "optim.norms", engine.optimizer.norms
     if engine.reducer.slot is not None:
         yield "grads.slot", engine.reducer.slot
+    if engine.reducer.received is not None:
+        yield "grads.received", engine.reducer.received
 
 
 def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Tensor]]:
