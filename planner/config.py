@@ -11,6 +11,7 @@ Attention = Literal["sdpa", "eager"]
 Device = Literal["cuda", "cpu"]
 Saving = Literal["foreground", "background"]
 Reduce = Literal["exchange", "scatter"]
+Transport = Literal["collectives", "copies"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
@@ -48,6 +49,8 @@ class Choice:
     """`exchange`: gradients travel in the compute dtype and are added up in fp32 where they arrive. `scatter`: an fp32
     reduce-scatter. At stage 0, and at stage 1 with accumulation, whole fp32 gradients are reduced in place either way.
     """
+    transport: Transport = "collectives"
+    """`copies`: ring slots and the exchange's slot lie in memory that the GPUs of one host read from each other."""
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
 
@@ -59,6 +62,11 @@ class Choice:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.precision]
+
+    @property
+    def copies(self) -> bool:
+        """Whether GPUs read each other's buffers: on one GPU, or on CPUs, there is nobody to read from."""
+        return self.transport == "copies" and self.world_size > 1 and self.device == "cuda"
 
     @property
     def sharded(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from zplan.planner.config import Attention, Checkpointing, Device, Precision, Reduce, Saving
+from zplan.planner.config import Attention, Checkpointing, Device, Precision, Reduce, Saving, Transport
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.units import parse_bytes, parse_count
 
@@ -29,6 +29,7 @@ OPTION = {
     "device": "--device",
     "ring_slots": "`ring_slots`",
     "reduce": "`reduce`",
+    "transport": "`transport`",
     "saving": "`saving`",
     "piece_numel": "`reduce_bucket_size`",
 }
@@ -164,6 +165,7 @@ _WORDS = {
     "attention": get_args(Attention),
     "device": get_args(Device),
     "reduce": get_args(Reduce),
+    "transport": get_args(Transport),
     "saving": get_args(Saving),
 }
 

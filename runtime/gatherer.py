@@ -50,7 +50,8 @@ class Gatherer:
             if slot is not None:
                 self.streams.wait(slot.free)
                 slot.holder = unit
-            self.collectives.all_gather(unit.fill_own(unit.buffer), unit.name)
+            shared = None if slot is None else slot.shared
+            self.collectives.all_gather(unit.fill_own(unit.buffer), unit.name, shared)
             unit.whole = slot is None
             unit.gathered = self.streams.mark()
 

@@ -30,6 +30,7 @@ from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.materialize import COMPUTE_DTYPE
 from zplan.runtime.streams import Streams
+from zplan.runtime.symmetric import Shared
 from zplan.runtime.unit import FlatUnit
 
 
@@ -48,6 +49,8 @@ class Reducer:
         self.landed: Callable[[FlatUnit], None] | None = None
         """Called on the reduce stream after a reduce of the last micro-step; the last call for a unit counts."""
         self.slot: Tensor | None = None
+        self.shared: Shared | None = None
+        """The slot as other GPUs see it, where they read it; then it is always there."""
         self.received: Tensor | None = None
         """What the other ranks sent of this one's slices. See [Note: exchange]."""
         self.retained: list[tuple[str, Tensor]] = []
@@ -62,6 +65,10 @@ class Reducer:
         """A forward has run since the last backward."""
         self.held = False
         """More backward calls of this micro-step follow (`no_sync`): whole gradients wait for the sum over ranks."""
+        self.exchanges = choice.reduce == "exchange"
+        if choice.copies and self.slotted and self.exchanges and units:
+            dtype = COMPUTE_DTYPE[choice.precision]
+            self.shared = arena.take_shared("grads.slot", self.slot_numel, dtype, collectives.mesh)
         if choice.accumulation > 1:
             for u in units:
                 self._take_grad(u)
@@ -141,7 +148,7 @@ class Reducer:
         self.ready.clear()
         for name in ("slot", "received"):
             buffer: Tensor | None = getattr(self, name)
-            if buffer is not None:
+            if buffer is not None and (self.shared is None or buffer is not self.shared.buffer):
                 storage = weakref.ref(buffer.untyped_storage())
                 setattr(self, name, None)
                 del buffer
@@ -159,10 +166,10 @@ class Reducer:
         self.retire()
         grad = self._take_grad(unit)
         if self.slotted and self.slot is None:
-            exchanges = self.choice.reduce == "exchange"
-            dtype = COMPUTE_DTYPE[self.choice.precision] if exchanges else torch.float32
-            self.slot = self.arena.take("grads.slot", self.slot_numel, dtype)
-            if exchanges:
+            dtype = COMPUTE_DTYPE[self.choice.precision] if self.exchanges else torch.float32
+            shared = self.shared
+            self.slot = self.arena.take("grads.slot", self.slot_numel, dtype) if shared is None else shared.buffer
+            if self.exchanges:
                 self.received = self.arena.take("grads.received", self.slot_numel, dtype)
         landed = unit.release_grads()
         here = self.streams.mark()
@@ -217,7 +224,7 @@ class Reducer:
             part, came = slot[: piece.numel], received[: piece.numel]
             unit.copy_grads(landed, part, piece.offset, piece.offset + piece.numel, add=False)
             self.copied = self.streams.mark()
-            self.collectives.exchange_slices(came, part, unit.name)
+            self.collectives.exchange_slices(came, part, unit.name, self.shared)
             sum_slices(came.view(self.choice.world_size, -1), unit.shard_of(grad, piece), add=unit.filled)
         unit.filled = True
 

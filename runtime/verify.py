@@ -27,6 +27,7 @@ from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 from zplan.runtime.sentinel import ReducedGradient
+from zplan.runtime.symmetric import outside_bytes
 from zplan.runtime.unit import FlatUnit
 
 ACTIVATIONS = "act"
@@ -93,8 +94,9 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     if engine.optimizer.table is not None:
         yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms
-    if engine.reducer.slot is not None:
-        yield "grads.slot", engine.reducer.slot
+    slot = engine.reducer.slot if engine.reducer.shared is None else engine.reducer.shared.buffer
+    if slot is not None:
+        yield "grads.slot", slot
     if engine.reducer.received is not None:
         yield "grads.received", engine.reducer.received
 
@@ -300,5 +302,5 @@ def _name(ledger: Ledger, key: tuple[str, str], at: int, turn: int) -> str:
 
 
 def _requested(which: str) -> int:
-    """Bytes that tensors asked the CUDA allocator for, before its rounding."""
-    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
+    """Bytes that tensors asked the CUDA allocator for, before its rounding, and those of buffers outside it."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]) + outside_bytes()
