@@ -10,14 +10,11 @@ Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "eager"]
 Device = Literal["cuda", "cpu"]
 Saving = Literal["foreground", "background"]
-<<<<<<< HEAD
 Reduce = Literal["exchange", "scatter"]
 Transport = Literal["collectives", "copies"]
-=======
 Runtime = Literal["zplan", "deepspeed", "fsdp2", "ddp"]
 CrossEntropy = Literal["plain", "bf16", "chunked", "fused"]
 Place = Literal["none", "cpu", "nvme"]
->>>>>>> kern
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
