@@ -59,6 +59,9 @@ class Choice:
     """Elements; cap of one reduce (`reduce_bucket_size`): 128 MiB in fp32."""
     device: Device = "cuda"
     """Whose op table the activations follow."""
+    compile: bool = False
+    """Each block's `forward` goes through `torch.compile`. It decides itself what backward is given, so the activation
+    lines are then those of the uncompiled blocks, as an upper bound."""
     reduce: Reduce = "exchange"
     """`exchange`: gradients travel in the compute dtype and are added up in fp32 where they arrive. `scatter`: an fp32
     reduce-scatter. At stage 0, and at stage 1 with accumulation, whole fp32 gradients are reduced in place either way.

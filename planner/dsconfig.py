@@ -68,6 +68,8 @@ class TrainingConfig:
     """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
+    compile: bool = False
+    """Each block's `forward` goes through `torch.compile`."""
     reduce: Reduce | None = None
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
@@ -103,7 +105,7 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 
 _EXTRA_INTS = ("ring_slots", "seq")
-EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention", "reduce", "transport", "saving")
+EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention", "compile", "reduce", "transport", "saving")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -359,6 +361,8 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
         "transport": Transport,
         "saving": Saving,
     }
+    if "compile" in block:
+        found["compile"] = want_bool("compile", where, block["compile"])
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))

@@ -28,6 +28,7 @@ OPTION = {
     "attention": "--attention",
     "device": "--device",
     "ring_slots": "`ring_slots`",
+    "compile": "--compile",
     "reduce": "`reduce`",
     "transport": "`transport`",
     "saving": "`saving`",
@@ -177,6 +178,10 @@ def _check(name: str, value: Any) -> Any:
         if value not in _WORDS[name]:
             near = did_you_mean(str(value), _WORDS[name])
             raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
+        return value
+    if name == "compile":
+        if not isinstance(value, bool):
+            raise ZplanError(f"`compile` is {value!r}", "use true or false")
         return value
     if name == "stage":
         if value not in (0, 1, 2, 3) or isinstance(value, bool):

@@ -108,6 +108,7 @@ _DEFAULTS: dict[str, str] = {
     "ring_slots": "one block computes while the next is gathered",
     "piece_numel": "128 MiB in fp32: long enough for full bandwidth",
     "device": "a GPU unless --device cpu",
+    "compile": "eager blocks keep what the ledger says, to the byte",
     "reduce": "",
     "transport": "",
     "saving": "training waits for a checkpoint, and no copy of the states lies in host memory",

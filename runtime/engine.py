@@ -23,6 +23,7 @@ from zplan.planner.placement import place_units
 from zplan.runtime.arena import Arena
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
+from zplan.runtime.compiled import compile_forwards
 from zplan.runtime.detect import find_units
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.hooks import Hooks
@@ -104,6 +105,8 @@ class Engine(nn.Module):
         self.reducer.landed = self.optimizer.landed
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
+        blocks_run = [f.module for f in found if f.unit.kind == "block"]
+        self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = LISTENERS[-1] if LISTENERS else None
         self.global_steps = 0
@@ -418,6 +421,8 @@ class Engine(nn.Module):
             self.checkpoints.wait()
         finally:
             self.hooks.close()
+            if self.uncompile is not None:
+                self.uncompile()
             self.sentinels.hide()
             if self in OPEN:
                 OPEN.remove(self)
@@ -463,6 +468,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
+        compile=training.compile,
         transport=_transport(training, mesh),
         reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),
         saving=training.saving,
