@@ -237,8 +237,9 @@ class DecoderTape(StepTape):
     def _head_and_loss(self, x: Value, labels: Value) -> Value:
         weight = self.params["embed.weight" if self.arch.tied else "head.weight"]
         rows = self.op.view(x, (labels.numel, x.shape[-1]))
+        target = labels.view((labels.numel,), (1,))
         return self.op.named(
-            "loss", fused.linear_cross_entropy(self.op, rows, weight, labels.view((labels.numel,), (1,)))
+            "loss", fused.linear_cross_entropy(self.op, rows, weight, target, direct=not self.arch.tied)
         )
 
     def _logits(self, x: Value) -> Value:

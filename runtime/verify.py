@@ -103,6 +103,8 @@ def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Te
     for p in u.params:
         if p.grad is not None and not isinstance(p.grad, ReducedGradient):
             yield f"grads.{name}", p.grad
+    for summed in u.summed_grads.values():
+        yield f"grads.{name}", summed
     for attribute in ("master", "exp_avg", "exp_avg_sq"):
         tensor = getattr(u, attribute)
         if tensor is not None:
