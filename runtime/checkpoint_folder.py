@@ -206,9 +206,8 @@ def refuse_foreign(folder: Path) -> None:
     for pattern in ("mp_rank_*_model_states.pt", "*zero_pp_rank_*"):
         for path in folder.glob(pattern):
             raise ZplanError(
-                f"`{folder}` is a DeepSpeed checkpoint (`{path.name}`), and importing those is not built yet",
-                "make a model folder of it with the `zero_to_fp32.py` beside it (`--safe_serialization`), and start "
-                "from that with `zplan run --weights`: weights move over, moments do not",
+                f"`{folder}` is a DeepSpeed checkpoint (`{path.name}`)",
+                f"`zplan checkpoint import {folder} NEW_FOLDER` makes one of it that loads on any ranks",
             )
 
 
