@@ -89,7 +89,7 @@ class Loader:
 
         def check() -> str:
             opened.append(Checkpoint(path))
-            check_model(parameters_of(e), opened[0].manifest)
+            check_model(parameters_of(e), opened[0].manifest, weights_only=weights_only)
             return ""
 
         def fill() -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from zplan.planner.errors import ZplanError
 from zplan.runtime import checkpoint_folder as folder
 from zplan.runtime import ds_import_files as files
-from zplan.runtime.checkpoint_format import FROZEN, RANGE_NUMEL, STATES, FileRecord, Manifest, Range
+from zplan.runtime.checkpoint_format import ADAMW, FROZEN, RANGE_NUMEL, WEIGHT, FileRecord, Manifest, Range
 from zplan.runtime.checkpoint_ranges import NAMES
 from zplan.runtime.checkpoint_read import coverage_faults
 from zplan.runtime.checkpoint_write import Source, check_shared, write_rank
@@ -120,7 +120,7 @@ def _ranges(state: str, name: str, start: int, values: Tensor) -> Iterator[Sourc
 
 
 def _trained(rank: RankStates, parts: list[Part]) -> Iterator[Source]:
-    for state in STATES:
+    for state in (WEIGHT, *ADAMW):
         for p in parts:
             yield from _ranges(state, p.name, p.start, rank.flat[p.group][state][p.at : p.at + p.numel])
 

@@ -16,7 +16,7 @@ from zplan import __version__
 from zplan.planner.errors import ZplanError
 from zplan.runtime import checkpoint_folder as folder
 from zplan.runtime import ds_import_files as files
-from zplan.runtime.checkpoint_format import Manifest, Parameter
+from zplan.runtime.checkpoint_format import ADAMW, Manifest, Parameter
 from zplan.runtime.checkpoint_state import plain
 from zplan.runtime.ds_import_states import RankStates
 
@@ -123,7 +123,7 @@ def manifest_of(
             "deepspeed": version,
         },
         model=_describe(config),
-        parameters=(*(Parameter(n, s) for n, s in model.trained.items()), *frozen),
+        parameters=(*(Parameter(n, s, moments=ADAMW) for n, s in model.trained.items()), *frozen),
         aliases=model.aliases,
         files=(),
         client_state=_client_state(raw, notes),

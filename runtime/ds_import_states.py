@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.checkpoint_format import STATES
+from zplan.runtime.checkpoint_format import ADAMW, WEIGHT
 from zplan.runtime.ds_import_files import Fragment, Scaler
 
 
@@ -108,13 +108,13 @@ def _by_group(path: Path, inner: Any) -> tuple[list[Mapping[str, Any]], list[Map
 
 def _flat(path: Path, group: int, weight: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
     found = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
-    if set(found) != set(STATES[1:]):
+    if set(found) != set(ADAMW):
         names = ", ".join(f"`{n}`" for n in sorted(found)) or "no states"
         raise ZplanError(
             f"`{path}` is of another optimizer than AdamW: group {group} has {names}",
             "move the weights over instead: `zero_to_fp32.py --safe_serialization`, then `zplan run --weights`",
         )
-    whole = {STATES[0]: weight, **found}
+    whole = {WEIGHT: weight, **found}
     for name, tensor in whole.items():
         # Paddings are cut off masters and not always off moments.
         if tensor.dim() != 1 or tensor.numel() < weight.numel():

@@ -11,7 +11,7 @@ import torch
 import workload as w
 from safetensors import safe_open
 
-from zplan.runtime.checkpoint_format import STATES
+from zplan.runtime.checkpoint_format import ADAMW, WEIGHT
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize
@@ -127,7 +127,7 @@ def by_safetensors(folder: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  not a mapping
                 state, name, span = key.split("|")
-                assert state in STATES
+                assert state in (WEIGHT, *ADAMW)
                 parts.setdefault(f"{state}|{name}", []).append((int(span.split(":")[0]), file.get_tensor(key)))
     return {k: torch.cat([t for _, t in sorted(v, key=lambda row: row[0])]) for k, v in parts.items()}
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from zplan.planner.errors import ZplanError
 from zplan.runtime import checkpoint_folder as cf
 from zplan.runtime import checkpoint_write
 from zplan.runtime.checkpoint_format import MANIFEST, Manifest, crc_of
+from zplan.runtime.checkpoint_load import check_model
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize
@@ -365,9 +367,34 @@ def test_a_missing_latest_is_no_fresh_start(engine, two):
 def test_a_newer_version_is_refused_even_by_auto(engine, two):
     rewrite(two / "global_step2" / MANIFEST, schema_version=7)
     for how in ("latest", "auto"):
-        with pytest.raises(ZplanError, match=r"schema version 7 .* reads version 1") as caught:
+        with pytest.raises(ZplanError, match=r"schema version 7 .* reads versions 1 to 2") as caught:
             engine.load_checkpoint(two, resume=how)
         assert "upgrade" in caught.value.hint
+
+
+def test_an_older_schema_is_migrated_and_an_unknown_one_refused(engine, two):
+    """Version 1 did not name the moments of each parameter: they were AdamW's."""
+    path = two / "global_step2" / MANIFEST
+    now = Manifest.from_json(path.read_bytes(), "x")
+    old = [{k: v for k, v in p.items() if k != "moments"} for p in json.loads(path.read_text())["parameters"]]
+    rewrite(path, schema_version=1, parameters=old)
+    assert Manifest.from_json(path.read_bytes(), "x") == now and not faults(two / "global_step2")
+    assert engine.load_checkpoint(two)[0] == str(two / "global_step2")
+    rewrite(path, schema_version=0)
+    with pytest.raises(ZplanError, match=r"schema version 0 .* reads versions 1 to 2") as caught:
+        engine.load_checkpoint(two)
+    assert "with the zplan that wrote it" in caught.value.hint
+
+
+def test_another_optimizers_moments_are_refused(two):
+    """Its weights alone may be taken."""
+    manifest = Manifest.from_json((two / "global_step2" / MANIFEST).read_bytes(), "x")
+    mine = tuple(replace(p, moments=("momentum_buffer",)) for p in manifest.parameters)
+    message = "of `embed.weight` it has `exp_avg`, `exp_avg_sq`, and this one keeps `momentum_buffer`"
+    with pytest.raises(ZplanError, match=message) as caught:
+        check_model(mine, manifest)
+    assert "weights_only=True" in caught.value.hint
+    check_model(mine, manifest, weights_only=True)
 
 
 def test_auto_starts_afresh_only_where_there_is_nothing(engine, two, tmp_path, capsys):

@@ -14,7 +14,7 @@ from torch import nn
 
 from zplan import cli
 from zplan.planner.errors import ZplanError
-from zplan.runtime.checkpoint_format import STATES
+from zplan.runtime.checkpoint_format import ADAMW, WEIGHT
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.ds_import import import_deepspeed
 from zplan.runtime.ds_import_layout import sliced_parameters, whole_groups
@@ -72,7 +72,7 @@ def same(path: Path, want: ds.Content) -> None:
     with Checkpoint(path) as checkpoint:
         assert not list(checkpoint.verify())
         for name, values in want.states.items():
-            for state, value in zip(STATES, values, strict=True):
+            for state, value in zip((WEIGHT, *ADAMW), values, strict=True):
                 got = torch.from_numpy(checkpoint.whole(state, name, value.numel()).copy())
                 assert torch.equal(got, value.reshape(-1)), (state, name)
         for name, value in want.frozen.items():
