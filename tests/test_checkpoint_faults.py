@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -124,14 +125,22 @@ def test_a_folder_that_refuses_is_named(engine, tmp_path, monkeypatch, call, num
     only_old_one_is_left(tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_named(engine, tmp_path):
-    tmp_path.chmod(0o555)
-    try:
-        with pytest.raises(ZplanError, match="can't be written: Permission denied"):
-            engine.save_checkpoint(tmp_path)
-    finally:
-        tmp_path.chmod(0o755)
+def test_a_read_only_folder_is_named_and_left_as_it_is(engine):
+    """Root may write anywhere, so it is somebody else for a moment."""
+    with tempfile.TemporaryDirectory() as name:
+        root, me = Path(name), os.geteuid()
+        engine.save_checkpoint(root, "good")
+        root.chmod(0o555)
+        try:
+            if me == 0:
+                os.seteuid(65534)
+            with pytest.raises(ZplanError, match=f"{root}.* can't be written: Permission denied") as caught:
+                engine.save_checkpoint(root, "bad")
+        finally:
+            os.seteuid(me)
+            root.chmod(0o755)
+        assert caught.value.hint == "save to a folder that you may write"
+        only_old_one_is_left(root)
 
 
 def test_two_writers_on_one_folder(engine, tmp_path):
@@ -183,6 +192,53 @@ def test_a_tag_that_exists(engine, tmp_path):
     engine.save_checkpoint(tmp_path, "good", client_state={"a": 2}, overwrite=True)
     only_old_one_is_left(tmp_path)
     assert engine.load_checkpoint(tmp_path)[1] == {"a": 2}
+
+
+def test_a_folder_that_is_another_one_on_this_node_is_told_before_a_byte_is_written(engine, tmp_path, monkeypatch):
+    """What a node sees whose disk is its own: no probe, or the probe of somebody else's save."""
+    engine.save_checkpoint(tmp_path, "good")
+    real = cf.prepare
+    for damage in (lambda probe: probe.unlink(), lambda probe: probe.write_text(".partial.bad.00000000")):
+
+        def elsewhere(*args: Any, damage: Callable[[Path], Any] = damage, **more: Any) -> Path:
+            partial = real(*args, **more)
+            damage(partial / cf.PROBE)
+            return partial
+
+        monkeypatch.setattr(cf, "prepare", elsewhere)
+        with pytest.raises(ZplanError, match="and this rank does not see it") as caught:
+            engine.save_checkpoint(tmp_path, "bad")
+        assert "all nodes share" in caught.value.hint
+        only_old_one_is_left(tmp_path)
+        assert not [p for p in tmp_path.iterdir() if p.name.startswith(cf.PARTIAL)]
+
+
+def save_with_a_full_disk_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
+    """Messages of a save that one rank can't finish; then one that all can."""
+    engine, *_ = initialize(model=w.build(w.LLAMA), config=w.config(3, piece=16384), init=w.fill)
+    engine.save_checkpoint(folder, "good")
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            full_disk(patch)
+        try:
+            engine.save_checkpoint(folder, "bad")
+        except ZplanError as error:
+            said.append(error.message)
+    only_old_one_is_left(Path(folder))
+    engine.save_checkpoint(folder, "next")
+    engine.close()
+    return said
+
+
+@pytest.mark.gloo
+def test_one_ranks_full_disk_is_an_error_of_all_and_its_lost_file_is_named(run_ranks, tmp_path):
+    for said in run_ranks(2, save_with_a_full_disk_on_rank_1, str(tmp_path)):
+        assert len(said) == 1 and said[0].startswith("rank 1: ") and "rank00001.safetensors` can't be" in said[0]
+    (tmp_path / "next" / "rank00001.safetensors").unlink()
+    with pytest.raises(ZplanError, match=r"rank00001.safetensors` is missing: rank 1's part"):
+        Checkpoint(tmp_path / "next")
+    assert not faults(tmp_path / "good")
 
 
 def test_the_background_needs_a_plan_for_it(engine, tmp_path):
