@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["bf16", "fp16", "fp32"]
-Checkpointing = Literal["none", "full"]
+Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "eager"]
 Device = Literal["cuda", "cpu"]
 Saving = Literal["foreground", "background"]
+Reduce = Literal["exchange", "scatter"]
+Transport = Literal["collectives", "copies"]
+Runtime = Literal["zplan", "deepspeed", "fsdp2", "ddp"]
+CrossEntropy = Literal["plain", "bf16", "chunked", "fused"]
+Place = Literal["none", "cpu", "nvme"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
@@ -19,8 +24,19 @@ REDUCE_ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
+class Offload:
+    """What lies off the device between its uses."""
+
+    optimizer: Place = "none"
+    params: Place = "none"
+    """Stage 3 only."""
+    ratio: float = 1.0
+    """Share of the elements that is offloaded, 0 to 1: the first units of the schedule up to that share."""
+
+
+@dataclass(frozen=True)
 class Choice:
-    """Everything that decides what one rank of the zplan runtime allocates and when."""
+    """Everything that decides what one rank of a runtime allocates and when."""
 
     stage: int
     """ZeRO stage, 0 to 3."""
@@ -43,8 +59,34 @@ class Choice:
     """Elements; cap of one reduce (`reduce_bucket_size`): 128 MiB in fp32."""
     device: Device = "cuda"
     """Whose op table the activations follow."""
+    compile: bool = False
+    """Each block's `forward` goes through `torch.compile`. It decides itself what backward is given, so the activation
+    lines are then those of the uncompiled blocks, as an upper bound."""
+    reduce: Reduce = "exchange"
+    """`exchange`: gradients travel in the compute dtype and are added up in fp32 where they arrive. `scatter`: an fp32
+    reduce-scatter. At stage 0, and at stage 1 with accumulation, whole fp32 gradients are reduced in place either way.
+    """
+    transport: Transport = "collectives"
+    """`copies`: ring slots and the exchange's slot lie in memory that the GPUs of one host read from each other."""
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
+    runtime: Runtime = "zplan"
+    """Whose buffers are counted."""
+    optimizer: str = "adamw"
+    """A name of the optimizer table."""
+    reduce_dtype: Precision = "fp32"
+    """dtype in which gradients are reduced and accumulated."""
+    cross_entropy: CrossEntropy = "plain"
+    checkpoint_every: int = 1
+    """Blocks in one checkpointed segment."""
+    checkpoint_offload: bool = False
+    """Inputs of checkpointed segments wait in host memory."""
+    offload: Offload = Offload()
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    hpz: int = 1
+    """Ranks of a secondary parameter shard (ZeRO++ hpZ); 1 for none."""
 
     @property
     def global_batch(self) -> int:
@@ -54,6 +96,11 @@ class Choice:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.precision]
+
+    @property
+    def copies(self) -> bool:
+        """Whether GPUs read each other's buffers: on one GPU, or on CPUs, there is nobody to read from."""
+        return self.transport == "copies" and self.world_size > 1 and self.device == "cuda"
 
     @property
     def sharded(self) -> bool:
