@@ -8,7 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from zplan.planner.config import Attention, Checkpointing, Device, Offload, Place, Precision, Saving
+from zplan.planner.config import (
+    Attention,
+    Checkpointing,
+    CrossEntropy,
+    Device,
+    Kernels,
+    Offload,
+    Place,
+    Precision,
+    Reduce,
+    Saving,
+    Transport,
+)
 from zplan.planner.cost import Goal
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.interval import Margin, parse_margin
@@ -34,6 +46,11 @@ OPTION = {
     "optimizer": "--optimizer",
     "reduce_dtype": "--reduce-dtype",
     "ring_slots": "`ring_slots`",
+    "compile": "--compile",
+    "reduce": "`reduce`",
+    "transport": "`transport`",
+    "cross_entropy": "`cross_entropy`",
+    "kernels": "`kernels`",
     "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
 }
@@ -227,6 +244,10 @@ _WORDS = {
     "checkpointing": get_args(Checkpointing),
     "attention": get_args(Attention),
     "device": get_args(Device),
+    "reduce": get_args(Reduce),
+    "transport": get_args(Transport),
+    "cross_entropy": get_args(CrossEntropy),
+    "kernels": get_args(Kernels),
     "saving": get_args(Saving),
     "reduce_dtype": ("fp32", "bf16"),
 }
@@ -244,6 +265,10 @@ def _check(name: str, value: Any) -> Any:
         from zplan.planner.optimizers import find_kind
 
         return find_kind(str(value)).name
+    if name == "compile":
+        if not isinstance(value, bool):
+            raise ZplanError(f"`compile` is {value!r}", "use true or false")
+        return value
     if name == "stage":
         if value not in (0, 1, 2, 3) or isinstance(value, bool):
             raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")
