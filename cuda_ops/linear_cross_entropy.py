@@ -12,12 +12,13 @@ Shapes: N tokens, C hidden, V vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zplan.cuda_ops import compiler, reference
 from zplan.cuda_ops.adamw import KINDS
@@ -50,6 +51,25 @@ class _Rescale(ctypes.Structure):
         ("in_kind", ctypes.c_int),
         ("out_kind", ctypes.c_int),
     ]
+
+
+_SINKS: MutableMapping[Tensor, Callable[[Tensor], object]] = WeakTensorKeyDictionary()
+
+
+def give_gradient_to(weight: Tensor, sink: Callable[[Tensor], object] | None) -> None:
+    """Have the gradient of a weight handed over as it was summed, in fp32, when backward makes it.
+
+    Autograd then gets none for it, so it is neither rounded to the weight's dtype nor copied.
+
+    Parameters
+    ----------
+    sink
+        Takes the gradient, of the weight's shape, and may keep it; None: autograd gets it again.
+    """
+    if sink is None:
+        _SINKS.pop(weight, None)
+    else:
+        _SINKS[weight] = sink
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted: tuple[bool, ...],
     ) -> Tensor:
         ctx.dtype = x.dtype
+        ctx.sink = _SINKS.get(weight)
         loss, ctx.scale, ctx.grads = _forward(x, weight, bias, target, kind, wanted)
         return loss
 
@@ -134,11 +155,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The graph lives as long as the loss, so nothing may be left in it.
         (x, weight, bias), ctx.grads = ctx.grads, None
         scale, ctx.scale = ctx.scale, None
-        first = rescale(x, grad, scale, ctx.dtype)
-        del x
-        second = rescale(weight, grad, scale, ctx.dtype)
-        del weight
-        return first, second, rescale(bias, grad, scale, ctx.dtype), None, None, None
+        x, bias = (rescale(g, grad, scale, ctx.dtype) for g in (x, bias))
+        if weight is not None and ctx.sink is not None:
+            weight = rescale(weight, grad, scale, weight.dtype)
+            del scale
+            ctx.sink(weight)
+            return x, None, bias, None, None, None
+        return x, rescale(weight, grad, scale, ctx.dtype), bias, None, None, None
 
 
 Grads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]

@@ -48,6 +48,11 @@ CLASS_SPREAD = 3
 measured. The largest difference seen there of an op list that was is 0.45 % of a phase.
 """
 
+BOUND = "upper bound: compiled blocks keep at most what uncompiled ones do"
+
+COMPILED = 80
+"""Per cent of that which they keep at least: 87 in a 1.3B model on an H200."""
+
 
 @dataclass(frozen=True)
 class Held:
@@ -172,9 +177,13 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             real = _real(phase, unit, i, arch.layers, sim.blocks)
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
-    offloaded = _offloaded_inputs(arch, choice, at)
-    exact = arch.runnable and not (spec.adapters and spec.adapters.quantized)
-    return (*_lines(found, "derived" if exact else "estimate"), *offloaded)
+    exact = arch.runnable and not choice.compile and not (spec.adapters and spec.adapters.quantized)
+    lines = _lines(found, "derived" if exact else "estimate")
+    return (*(map(_compiled, lines) if choice.compile else lines), *_offloaded_inputs(arch, choice, at))
+
+
+def _compiled(line: Line) -> Line:
+    return replace(line, note=BOUND, low=line.nbytes * COMPILED // 100, high=line.nbytes)
 
 
 def _offloaded_inputs(arch: Architecture, choice: Choice, at: dict[str, int]) -> tuple[Line, ...]:

@@ -163,6 +163,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     reduce_dtype: str | None = None,
     padded: bool = False,
     device: str | None = None,
+    compile: bool = False,  # noqa: A002 - the option's name
     saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
@@ -195,7 +196,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         How much is trained: so many tokens, or so many times so many sequences.
     price
         Of one GPU for one hour.
-    stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, saving
+    stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, compile, saving
         Fix a choice; what is left out is chosen and marked so.
     offload, offload_params
         Where the optimizer and the parameters lie between their uses: `none`, `cpu` or `nvme`.
@@ -386,6 +387,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     reduce_dtype: str | None = None,
     padded: bool = False,
     device: str | None = None,
+    compile: bool = False,  # noqa: A002 - the option's name
     saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,

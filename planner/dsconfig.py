@@ -21,7 +21,9 @@ from zplan.planner.config import (
     Offload,
     Place,
     Precision,
+    Reduce,
     Saving,
+    Transport,
 )
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError, did_you_mean
@@ -94,6 +96,12 @@ class TrainingConfig:
     padded: bool = False
     """Sequences are padded to `seq`, and attention takes a mask."""
     attention: Attention = "sdpa"
+    compile: bool = False
+    """Each block's `forward` goes through `torch.compile`."""
+    reduce: Reduce | None = None
+    """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
+    transport: Transport | None = None
+    """None: copies where every GPU of the one host can read the others' memory, collectives elsewhere."""
     cross_entropy: CrossEntropy = "plain"
     """`fused`: the built-in decoder's head and loss in one, without whole logits."""
     kernels: Kernels = "torch"
@@ -129,8 +137,9 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 
 _EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
-_EXTRA_FLAGS = ("checkpoint_offload", "padded")
-EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, "checkpointing", "attention", "cross_entropy", "kernels", "saving")
+_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
+_EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
+EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS)
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -447,6 +456,8 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
         "attention": Attention,
         "cross_entropy": CrossEntropy,
         "kernels": Kernels,
+        "reduce": Reduce,
+        "transport": Transport,
         "saving": Saving,
     }
     for name, kind in words.items():

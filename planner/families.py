@@ -166,6 +166,9 @@ class Recipe:
 class StepTape(ABC):
     """One training step of a model on a tape. Phases are the ledger's."""
 
+    direct = False
+    """Whether a fused loss hands the head's gradient to its reduce in fp32, past autograd."""
+
     def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int, recipe: Recipe) -> None:
         self.op, self.tape, self.arch, self.itemsize, self.recipe = op, op.tape, arch, itemsize, recipe
         op.fused, op.masked = recipe.kernels == "fused", recipe.padded
@@ -248,9 +251,12 @@ class StepTape(ABC):
         return loss
 
     def _head_and_loss(self, x: Value, labels: Value) -> Value:
-        rows = self.op.view(x, (labels.numel, x.shape[-1]))
-        take = fused.linear_cross_entropy if self.recipe.cross_entropy == "fused" else chunked_cross_entropy
-        return self.op.named("loss", take(self.op, rows, self.head_weight(), labels.view((labels.numel,), (1,))))
+        rows, target = self.op.view(x, (labels.numel, x.shape[-1])), labels.view((labels.numel,), (1,))
+        weight = self.head_weight()
+        if self.recipe.cross_entropy == "chunked":
+            return self.op.named("loss", chunked_cross_entropy(self.op, rows, weight, target))
+        direct = self.direct and not self.arch.tied and weight.node is not None
+        return self.op.named("loss", fused.linear_cross_entropy(self.op, rows, weight, target, direct=direct))
 
     @abstractmethod
     def head_weight(self) -> Value:
@@ -275,6 +281,8 @@ class StepTape(ABC):
 
 class DecoderTape(StepTape):
     """`runtime/decoder.py`."""
+
+    direct = True
 
     kinds: Mapping[str, Callable[[Aten, Params, Architecture, Attention], Block]] = BLOCKS
     """Families and the functions that make their blocks."""

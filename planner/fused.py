@@ -41,15 +41,24 @@ def padded_vocab(vocab: int, itemsize: int) -> int:
 # --- linear and cross-entropy -------------------------------------------------------------------------------------
 
 
-def linear_cross_entropy(op: Aten, x: Value, weight: Value, labels: Value) -> Value:
-    """The loss of (N, C) and (V, C). Both gradients are made here; see `cuda_ops/linear_cross_entropy.py`."""
+def linear_cross_entropy(op: Aten, x: Value, weight: Value, labels: Value, *, direct: bool) -> Value:
+    """The loss of (N, C) and (V, C). Both gradients are made here; see `cuda_ops/linear_cross_entropy.py`.
+
+    `direct`: the weight's goes to its reduce in fp32, past autograd.
+    """
     tape, (vocab, width), itemsize = op.tape, weight.shape, x.itemsize
     wanted = [v.node is not None for v in (x, weight)]
     on_gpu = op.table.kernels
 
     def backward(g: Grads, s: Grads) -> Outs:
-        return [_rescale(op, v, itemsize) for v in s[:-1]]
+        out: Outs = [_rescale(op, v, itemsize) for v in s[: wanted[0]]]
+        if wanted[1]:
+            out.append(_rescale(op, s[-2], FP32 if direct else itemsize))
+        return out
 
+    if direct:
+        # The runtime takes the gradient as it was summed.
+        weight = weight.widened(FP32)
     node = tape.node([v for v, w in zip((x, weight), wanted, strict=True) if w], backward)
     scale = _scale(op, labels)
     losses = tape.new(labels.shape, FP32, "losses")

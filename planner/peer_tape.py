@@ -83,6 +83,7 @@ def usual_llama_block(op: Aten, p: Params, arch: Architecture, attention: Attent
 class UsualTape(DecoderTape):
     """A decoder in plain torch. See [Note: usual code]."""
 
+    direct = False
     kinds = {**BLOCKS, "llama": usual_llama_block}
 
     def forward(self, ids: Value, labels: Value) -> Value:

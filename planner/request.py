@@ -17,7 +17,9 @@ from zplan.planner.config import (
     Offload,
     Place,
     Precision,
+    Reduce,
     Saving,
+    Transport,
 )
 from zplan.planner.cost import Goal
 from zplan.planner.errors import ZplanError, did_you_mean
@@ -47,6 +49,9 @@ OPTION = {
     "padded": "--padded",
     "offload": "--offload",
     "ring_slots": "`ring_slots`",
+    "compile": "--compile",
+    "reduce": "`reduce`",
+    "transport": "`transport`",
     "cross_entropy": "--loss",
     "kernels": "`kernels`",
     "saving": "--saving",
@@ -298,6 +303,8 @@ _WORDS = {
     "checkpointing": get_args(Checkpointing),
     "attention": get_args(Attention),
     "device": get_args(Device),
+    "reduce": get_args(Reduce),
+    "transport": get_args(Transport),
     "cross_entropy": get_args(CrossEntropy),
     "kernels": get_args(Kernels),
     "saving": get_args(Saving),
@@ -321,6 +328,10 @@ def _check(name: str, value: Any) -> Any:
         from zplan.planner.optimizers import find_kind
 
         return find_kind(str(value)).name
+    if name == "compile":
+        if not isinstance(value, bool):
+            raise ZplanError(f"`compile` is {value!r}", "use true or false")
+        return value
     if name == "stage":
         if value not in (0, 1, 2, 3) or isinstance(value, bool):
             raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")

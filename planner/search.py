@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, get_args
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
+from zplan.planner.buffers import page_lines
 from zplan.planner.comm import Traffic, traffic
 from zplan.planner.config import Checkpointing, Choice, Offload
 from zplan.planner.errors import ZplanError
@@ -28,12 +29,13 @@ from zplan.planner.halving import Lazy, largest_multiple
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line
 from zplan.planner.overhead import overhead_lines
+from zplan.planner.placement import place
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
 from zplan.planner.sources import Model
 from zplan.planner.textbook import Rate, runtime_rate
 from zplan.planner.tiers import OffDevice
-from zplan.planner.timeline import timeline
+from zplan.planner.timeline import Timeline, timeline
 
 if TYPE_CHECKING:
     from zplan.planner.clock import Clock
@@ -179,13 +181,19 @@ class Search:
         self, stage: int, batch: Batch, checkpointing: Checkpointing, *, offload: Offload | None = None
     ) -> Choice:
         """A choice with everything else as asked for or by default; `offload` instead of what was asked."""
-        names = ("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "device", "saving")
-        wanted = (*names, "offload", *TRAINING)
+        wanted = (
+            *("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "device", "compile"),
+            *("reduce", "transport", "saving", "offload", *TRAINING),
+        )
         fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
         if not self.hardware.bf16:
             fixed.setdefault("precision", "fp16")
+        if self.hardware.nodes > 1:
+            fixed.setdefault("reduce", "scatter")
+        elif self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
+            fixed.setdefault("transport", "copies")
         if offload is not None:
             fixed["offload"] = offload
         if "offload" in fixed and stage < 3:
@@ -209,7 +217,8 @@ class Search:
 
     def _evaluate(self, choice: Choice) -> Row:
         def further(phases: Sequence[str]) -> tuple[Line, ...]:
-            return (*overhead_lines(self.hardware, choice, phases), *self._remainder(choice, phases))
+            extra = (*overhead_lines(self.hardware, choice, phases), *self._remainder(choice, phases))
+            return (*extra, *self._pages(choice, phases))
 
         def write_out() -> Ledger:
             return predict(self.model.spec, choice, overheads=further(self.phases))
@@ -240,6 +249,13 @@ class Search:
             kinds={kind: values[at] for kind, values in device.items()},
             write_out=write_out,
         )
+
+    def _pages(self, choice: Choice, phases: Sequence[str]) -> list[Line]:
+        """Ends of pages of buffers that other GPUs read: they do not depend on the depth of the model."""
+        if not choice.copies or choice.runtime != "zplan":
+            return []
+        spec = self.folding(choice).specs[0] if foldable(choice) else self.model.spec
+        return page_lines(place(spec, choice), choice, Timeline(tuple(phases), {}))
 
     def _remainder(self, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
         missing = self.model.missing_params

@@ -113,6 +113,12 @@ class Value:
         """The same bytes without the node: what autograd keeps, and what a gradient that is passed on is."""
         return Value(self.tape, self.storage, self.shape, self.strides, self.itemsize)
 
+    def widened(self, itemsize: int) -> Value:
+        """A parameter whose gradient may come in another itemsize than its own."""
+        out = Value(self.tape, self.storage, self.shape, self.strides, itemsize)
+        out.node, out.output_nr = self.node, self.output_nr
+        return out
+
     def alias_with_node(self) -> Value:
         out = self.alias()
         out.node, out.output_nr = self.node, self.output_nr

@@ -145,6 +145,7 @@ QUESTION = (
     ),
     click.option("--reduce-dtype", metavar="TYPE", help="Of gradients between ranks: fp32 or bf16.  [default: fp32]"),
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
+    click.option("--compile", is_flag=True, help="Compile each block; its activations are then an upper bound."),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
     click.option("--saving", metavar="HOW", help="foreground, or background: from a copy in host memory."),
     click.option("--padded", is_flag=True, help="Sequences are padded to --seq with a mask, not packed."),
