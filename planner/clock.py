@@ -49,10 +49,8 @@ class Clock:
         if at is None or choice.runtime != "zplan" or parallel > 1 or choice.device == "cpu":
             return None
         shallow = folding.specs[0]
-        assert shallow.arch is not None, f"{shallow.name} has no known shape"
-        layers = shallow.arch.layers + folding.extra
         if choice.seq not in self.token_flops:
             self.token_flops[choice.seq] = folding.affine(lambda spec: model_flops(spec, choice.seq))
-        sizes = unit_sizes(shallow, choice, layers)
+        sizes = unit_sizes(folding, choice)
         link, per_token = wire(choice, self.hardware, at), self.token_flops[choice.seq]
-        return step_time(shallow.arch, choice, sizes, link, at, per_token=per_token)
+        return step_time(shallow, choice, sizes, link, at, per_token=per_token)

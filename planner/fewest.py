@@ -8,7 +8,7 @@ from typing import Any
 
 from zplan.planner.config import Offload
 from zplan.planner.extremes import MOST_GPUS, Open, fewest
-from zplan.planner.request import Request
+from zplan.planner.request import Request, Tuning
 from zplan.planner.search import Row, Search
 
 COMMON = (
@@ -25,9 +25,18 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Way:
-    """One column: a way of training, and the row with which a machine does it, or None."""
+    """One column: a way of training.
+
+    Attributes
+    ----------
+    change
+        What is asked for in this way, from what was asked.
+    accept
+        The row with which a machine does it, or None.
+    """
 
     name: str
+    change: Callable[[Request], Request]
     accept: Callable[[Search], Row | None]
 
 
@@ -48,7 +57,17 @@ def _offloaded(search: Search) -> Row | None:
     return None
 
 
-WAYS = (Way("fully", _fully), Way("offloaded", _offloaded))
+def _with_adapters(request: Request) -> Request:
+    return replace(request, tuning=Tuning(LORA_RANK, "q,v"))
+
+
+LORA_RANK = 16
+
+WAYS = (
+    Way("fully", lambda r: r, _fully),
+    Way("offloaded", lambda r: r, _offloaded),
+    Way("LoRA", _with_adapters, _fully),
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,7 @@ class Fewest:
 _LEGEND = (
     "  fully: every parameter trained, all states on the GPUs; in brackets stage and checkpointing",
     "  offloaded: the same with optimizer states, or all, in host memory, however much that takes; estimate only",
+    f"  LoRA: adapters of rank {LORA_RANK} on queries and values, the rest frozen; estimate only",
     "  Beyond 8 GPUs in whole nodes of 8. Name a machine (--gpus 8 --gpu H100) for the whole answer.",
 )
 
@@ -119,7 +139,7 @@ def fewest_of_each(request: Request, open_: Open) -> Fewest:
     search: Search | None = None
     for gpu in COMMON:
         for way in WAYS:
-            found = fewest(replace(request, gpu=gpu, mem_bytes=None), open_, way.accept)
+            found = fewest(way.change(replace(request, gpu=gpu, mem_bytes=None)), open_, way.accept)
             search = search or (found[0] if found else None)
             counts.append(
                 Count(gpu, way.name, found[0].hardware.world_size if found else None, found[1] if found else None)

@@ -21,7 +21,7 @@ from typing import Literal
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Ledger, Line
-from zplan.planner.models import ModelSpec, decoder_units
+from zplan.planner.models import Adapters, ModelSpec, decoder_units
 from zplan.planner.predict import batch_lines, shard_lines
 from zplan.planner.timeline import Timeline, timeline
 
@@ -115,29 +115,44 @@ def fold(spec: ModelSpec, *, ring_slots: int) -> Folding:
     ring_slots
         Of the ring; shallow models have more blocks than that, so that they too have one.
     """
-    blocks = [u for u in spec.units if u.kind == "block"]
     shallow = max(2 * FRONT, ring_slots + 1)
     arch = spec.arch
-    if arch is None or len(blocks) <= shallow + 1 or not _alike(spec, arch.layers):
-        time = timeline(spec.units)
-        return Folding((spec,), 0, time.phases, tuple(range(len(time.phases))), (time,))
+    if arch is None or arch.layers <= shallow + 1 or not _alike(spec, arch.layers):
+        return unfolded(spec)
     specs = []
     for layers in (shallow, shallow + 1):
         small = replace(arch, layers=layers)
-        specs.append(ModelSpec(spec.name, decoder_units(small), small))
+        specs.append(_adapted(ModelSpec(spec.name, decoder_units(small), small), spec.adapters))
     times = tuple(timeline(s.units) for s in specs)
     own, extra = times[0].phases, arch.layers - shallow
     partner = tuple(times[1].at(_renamed(p, 1)) for p in own)
     return Folding(tuple(specs), extra, tuple(_renamed(p, extra) for p in own), partner, times)
 
 
+def unfolded(spec: ModelSpec) -> Folding:
+    """A model that stands for itself."""
+    time = timeline(spec.units)
+    return Folding((spec,), 0, time.phases, tuple(range(len(time.phases))), (time,))
+
+
+def _adapted(spec: ModelSpec, adapters: Adapters | None) -> ModelSpec:
+    if adapters is None:
+        return spec
+    from zplan.planner.adapters import adapt
+
+    return adapt(spec, adapters)
+
+
 def _alike(spec: ModelSpec, layers: int) -> bool:
-    """Whether the blocks are numbered through and all of one shape."""
-    blocks = [u for u in spec.units if u.kind == "block"]
-    if [u.name for u in blocks] != [f"blocks.{i}" for i in range(layers)]:
+    """Whether the blocks are numbered through and all of one shape, their frozen parts included."""
+    found: dict[str, list[tuple[bool, int | None, list[tuple[int, ...]]]]] = {}
+    for u in spec.units:
+        if u.kind == "block":
+            found.setdefault(u.base_name, []).append((u.frozen, u.itemsize, [p.shape for p in u.params]))
+    if list(found) != [f"blocks.{i}" for i in range(layers)]:
         return False
-    sizes = [p.shape for p in blocks[0].params]
-    return all([p.shape for p in u.params] == sizes and not u.frozen for u in blocks)
+    frozen = any(part[0] for part in found["blocks.0"])
+    return all(parts == found["blocks.0"] for parts in found.values()) and frozen == (spec.adapters is not None)
 
 
 def _renamed(phase: str, further: int) -> str:

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zplan.planner.comm import ring_gathers
+from zplan.planner.comm import ring_numel, wire_itemsize
 from zplan.planner.config import Choice
+from zplan.planner.folding import Folding
 from zplan.planner.hardware import Hardware
-from zplan.planner.models import Architecture, ModelSpec
+from zplan.planner.models import ModelSpec
 from zplan.planner.offload_work import OffloadWork, offload_work
 from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import place, shards_states
@@ -90,7 +91,9 @@ class Sizes:
     trained: tuple[float, float, float]
     """Elements that are reduced and updated."""
     gathered: tuple[float, float, float]
-    """Bytes of a whole gather: of what is trained; of a ring's blocks, what is frozen too."""
+    """Bytes of a whole gather, once: of what is trained, and of what else is in a ring."""
+    again: float
+    """Bytes that each further pass of a step gathers, forward or backward: rings only."""
     layers: int
     ringed: bool
     """Whether the blocks are gathered into a ring."""
@@ -102,20 +105,32 @@ class Sizes:
         return front + block * self.layers + end
 
 
-def unit_sizes(spec: ModelSpec, choice: Choice, layers: int) -> Sizes:
-    """Sizes of a model of so many blocks, from a model with fewer that are like them."""
-    trained, gathered = [0.0] * 3, [0.0] * 3
-    ringed = blocks_met = False
+def unit_sizes(folding: Folding, choice: Choice) -> Sizes:
+    """Sizes of a model's units for a choice, from the shallow models that stand for it."""
+    spec = folding.specs[0]
     assert spec.arch is not None, f"{spec.name} has no known shape"
+    trained, gathered = [0.0] * 3, [0.0] * 3
+    met = ringed = False
     for p in place(spec, choice):
         block = p.unit.kind == "block"
-        part, of = (1, spec.arch.layers) if block else (2, 1) if blocks_met else (0, 1)
-        blocks_met, ringed = blocks_met or block, ringed or p.ringed
+        part, of = (1, spec.arch.layers) if block else (2, 1) if met else (0, 1)
+        met, ringed = met or block, ringed or (block and p.ringed)
         if not p.frozen:
             trained[part] += p.layout.padded_numel / of
         if p.ringed or not p.frozen:
-            gathered[part] += p.buffer_bytes(choice) / of
-    return Sizes((trained[0], trained[1], trained[2]), (gathered[0], gathered[1], gathered[2]), layers, ringed)
+            gathered[part] += p.layout.padded_numel * choice.itemsize / of
+    again = 0.0
+    if choice.sharded:
+        more = folding.affine(lambda s: _gathered_again(s, choice)) * choice.itemsize
+        again = more / (2 * choice.accumulation - 1)
+    layers = spec.arch.layers + folding.extra
+    return Sizes((trained[0], trained[1], trained[2]), (gathered[0], gathered[1], gathered[2]), again, layers, ringed)
+
+
+def _gathered_again(spec: ModelSpec, choice: Choice) -> int:
+    """Elements that rings gather in a step beyond once."""
+    placements = place(spec, choice)
+    return ring_numel(placements, choice) - sum(p.layout.padded_numel for p in placements if p.ringed)
 
 
 @dataclass(frozen=True)
@@ -207,9 +222,11 @@ class _Passes:
     front_backward: float
 
     @classmethod
-    def of(cls, w: StepWork, at: Speeds) -> _Passes:
-        parts = (w.front, w.block, w.end, w.end_backward, w.block_backward, w.front_backward)
-        return cls(*(seconds_of(part, at) for part in parts))
+    def of(cls, w: StepWork, at: Speeds, layers: int) -> _Passes:
+        """Of work in which `layers` blocks are counted."""
+        parts = (w.front, w.blocks, w.end, w.end_backward, w.blocks_backward, w.front_backward)
+        front, blocks, end, end_backward, blocks_backward, front_backward = (seconds_of(part, at) for part in parts)
+        return cls(front, blocks / layers, end, end_backward, blocks_backward / layers, front_backward)
 
     def forward(self, layers: int) -> float:
         return self.front + layers * self.block + self.end
@@ -218,13 +235,13 @@ class _Passes:
         return self.end_backward + layers * self.block_backward + self.front_backward
 
 
-def step_time(arch: Architecture, choice: Choice, sizes: Sizes, link: Wire, at: Speeds, *, per_token: int) -> StepTime:
+def step_time(spec: ModelSpec, choice: Choice, sizes: Sizes, link: Wire, at: Speeds, *, per_token: int) -> StepTime:
     """Predict one optimizer step of zplan's runtime.
 
     Parameters
     ----------
-    arch
-        Of a model whose ops are counted; how many blocks it has is what `sizes` says.
+    spec
+        A model whose ops are counted; how many blocks it really has is what `sizes` says.
     choice
         Any stage and batch.
     sizes
@@ -236,11 +253,14 @@ def step_time(arch: Architecture, choice: Choice, sizes: Sizes, link: Wire, at: 
     per_token
         Operations of `model_flops`.
     """
-    passes, layers = _Passes.of(step_work(arch, choice), at), sizes.layers
+    arch, layers = spec.arch, sizes.layers
+    assert arch is not None, f"{spec.name} has no known shape"
+    passes = _Passes.of(step_work(arch, choice, spec.adapters), at, arch.layers)
     again = 0.0
     if choice.checkpointing != "none":
-        plain = _Passes.of(step_work(arch, replace(choice, checkpointing="none", checkpoint_offload=False)), at)
-        again = passes.backward(layers) - plain.backward(layers)
+        plain = replace(choice, checkpointing="none", checkpoint_offload=False, checkpoint_every=1)
+        without = _Passes.of(step_work(arch, plain, spec.adapters), at, arch.layers)
+        again = passes.backward(layers) - without.backward(layers)
     k = choice.accumulation
     compute = k * (passes.forward(layers) + passes.backward(layers))
     off = offload_work(choice, sizes.total, sizes.trained[1], layers=layers, hidden=arch.hidden)
@@ -276,25 +296,24 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     once = 1 if c.stage else 2  # An all-reduce is a reduce-scatter and a gather.
     pieces = [max(1, -(-int(numel) // max(c.piece_numel, 64 * n))) for numel in sizes.trained]
     reduce = [
-        once * link.seconds(numel * c.reduce_itemsize, calls=calls)
+        once * link.seconds(numel * wire_itemsize(c), calls=calls)
         for numel, calls in zip(sizes.trained, pieces, strict=True)
     ]
-    kept = c.ring_slots if sizes.ringed else layers
+    kept = min(layers, c.ring_slots) if sizes.ringed else layers
     first = _forward(p, layers, gather if c.stage else (0.0, 0.0, 0.0))
-    # Later micro-steps find resident units and the last blocks of the way down where they are.
-    later = [Queue(1, p.front, 0.0), Queue(kept, p.block, 0.0), Queue(layers - kept, p.block, gather[1])]
+    # Later passes find the last blocks of the one before where they are.
+    further = max(link.seconds(sizes.again, calls=layers - kept), fetch * (layers - kept))
+    each = further / max(1, layers - kept)
+    later = [Queue(1, p.front, 0.0), Queue(kept, p.block, 0.0), Queue(layers - kept, p.block, each)]
     later.append(Queue(1, p.end, 0.0))
-    every = c.checkpoint_every if c.checkpointing == "full" else 1
-    again = ring_gathers(layers, kept, accumulation=1, every=every) - layers
-    again_each = gather[1] * again / max(1, layers - kept)
     back = [Queue(1, p.end_backward, 0.0), Queue(kept, p.block_backward, 0.0)]
-    back += [Queue(layers - kept, p.block_backward, again_each), Queue(1, p.front_backward, 0.0)]
+    back += [Queue(layers - kept, p.block_backward, each), Queue(1, p.front_backward, 0.0)]
     up, up_later, down = gathered_first(first), gathered_first(later), gathered_first(back)
     forward, backward = p.forward(layers), p.backward(layers)
     gathers = up - forward + (k - 1) * (up_later - forward) + k * (down - backward)
     # The reduces of a pass share the links with its gathers.
     queue = [Queue(1, p.end_backward, reduce[2])]
-    queue += [Queue(layers, p.block_backward, reduce[1] + gather[1] * again / layers)]
+    queue += [Queue(layers, p.block_backward, reduce[1] + further / layers)]
     queue += [Queue(1, p.front_backward, reduce[0])]
     ended = reduced_after(queue)
     times = 1 if c.stage < 2 else k

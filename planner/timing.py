@@ -134,5 +134,5 @@ def _break_even(e: Estimate) -> str:
         return ""
     rate = sent / (time.compute + time.recompute)
     return (
-        f" At {rate / GB:,.1f} GB/s a GPU the transfers of stage {e.row.choice.stage} would take as long as computing."
+        f" At {rate / GB:,.3g} GB/s a GPU the transfers of stage {e.row.choice.stage} would take as long as computing."
     )

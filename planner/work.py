@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zplan.planner.activations import SIMULATED_BLOCKS, simulation
+from zplan.planner.activations import instances, simulation
 from zplan.planner.config import Choice
-from zplan.planner.models import Architecture, ModelSpec
+from zplan.planner.models import Adapters, Architecture, ModelSpec
 from zplan.planner.tape import BASIS
 
 
@@ -40,58 +40,53 @@ class Work:
 
 @dataclass(frozen=True)
 class StepWork:
-    """One micro-step of one rank, apart by what can hide communication: the blocks are all alike."""
+    """One micro-step of one rank, apart by what can hide communication."""
 
     front: Work
     """Forward of what comes before the blocks: the embedding."""
-    block: Work
-    """Forward of one block."""
+    blocks: Work
+    """Forward of all blocks, which hardly differ."""
     end: Work
     """Forward of what comes after them, the loss included."""
     end_backward: Work
-    block_backward: Work
-    """Backward of one block, what is run again for it included."""
+    blocks_backward: Work
+    """Backward of all blocks, what is run again for it included."""
     front_backward: Work
-    layers: int
 
     @property
     def forward(self) -> Work:
-        return self.front + self.block * self.layers + self.end
+        return self.front + self.blocks + self.end
 
     @property
     def backward(self) -> Work:
-        return self.end_backward + self.block_backward * self.layers + self.front_backward
+        return self.end_backward + self.blocks_backward + self.front_backward
 
 
-def step_work(arch: Architecture, choice: Choice) -> StepWork:
+def step_work(arch: Architecture, choice: Choice, adapters: Adapters | None = None) -> StepWork:
     """Work of one micro-step of a model whose ops are counted."""
-    sim = simulation(arch, choice)
+    sim = simulation(arch, choice, adapters)
     values = [choice.micro_batch**i * choice.seq**j for i, j in BASIS]
+    simulated = len({p.partition(".")[2] for p in sim.phases if p.startswith("forward.blocks.")})
     parts: dict[str, Work] = {}
-    middle = "blocks.1" if arch.layers >= SIMULATED_BLOCKS else "blocks.0"
     blocks_seen = False
     for phase, *counts in zip(sim.phases, sim.flops, sim.attention, sim.written, strict=True):
         pass_, _, unit = phase.partition(".")
         direction = "forward" if pass_ in ("idle", "forward", "loss") else "backward"
-        blocks_seen = blocks_seen or unit.startswith("blocks.")
-        if unit.startswith("blocks."):
-            if unit != middle:
-                continue
-            part = "block"
-        else:
-            part = "front" if unit in ("embed", "positions") or not blocks_seen else "end"
         work = Work(*(_dot(coefficients, values) for coefficients in counts))
+        part = "front" if unit in ("embed", "positions") or not blocks_seen else "end"
+        if unit.startswith("blocks."):
+            part, blocks_seen = "blocks", True
+            work *= len(instances(unit, arch.layers, simulated))
         key = f"{part}.{direction}"
         parts[key] = parts.get(key, Work()) + work
     nothing = Work()
     return StepWork(
         front=parts.get("front.forward", nothing),
-        block=parts.get("block.forward", nothing),
+        blocks=parts.get("blocks.forward", nothing),
         end=parts.get("end.forward", nothing),
         end_backward=parts.get("end.backward", nothing),
-        block_backward=parts.get("block.backward", nothing),
+        blocks_backward=parts.get("blocks.backward", nothing),
         front_backward=parts.get("front.backward", nothing),
-        layers=arch.layers,
     )
 
 
@@ -102,25 +97,29 @@ def _dot(coefficients: tuple[int, ...], values: list[int]) -> int:
 def model_flops(spec: ModelSpec, seq: int) -> int:
     """Operations of a token that MFU is told in: 6 a matrix parameter it meets, and 12 L H D T for attention.
 
-    The convention of the PaLM paper (appendix B): nothing that is recomputed, attention without a causal half. A
-    table that is only looked up multiplies nothing; tied, it is the head's and counts.
+    The convention of the PaLM paper (appendix B): nothing that is recomputed, attention without a causal half. What is
+    frozen has no gradient and counts 4. A table that is only looked up multiplies nothing; tied, it is the head's and
+    counts.
     """
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
     window = min(seq, arch.window) if arch.window else seq
-    return 6 * matrix_params(spec) + 12 * arch.layers * arch.heads * arch.head_dim * window
+    trained, frozen = matrix_params(spec)
+    return 6 * trained + 4 * frozen + 12 * arch.layers * arch.heads * arch.head_dim * window
 
 
-def matrix_params(spec: ModelSpec) -> int:
-    """Parameters that multiply every token: matrices of blocks and head; of experts those that one token meets."""
+def matrix_params(spec: ModelSpec) -> tuple[int, int]:
+    """Trained and frozen parameters that multiply every token: matrices of blocks and head; of experts those met."""
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
     experts, met = arch.trait("experts"), arch.trait("experts_per_token")
-    total = arch.vocab * arch.hidden if arch.tied else 0
+    counts = [0, 0]
     for unit in spec.units:
-        if unit.kind not in ("block", "head"):
+        tied = unit.kind == "embed" and unit.base_name == "embed" and arch.tied
+        if unit.kind not in ("block", "head") and not tied:
             continue
         for p in unit.params:
             if len(p.shape) > 1:
-                total += p.numel // experts * met if experts and ".experts." in p.name else p.numel
-    return total
+                numel = p.numel // experts * met if experts and ".experts." in p.name else p.numel
+                counts[unit.frozen] += numel
+    return counts[0], counts[1]

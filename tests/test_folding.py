@@ -4,6 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zplan.planner.api import open_search
+from zplan.planner.batch import Batch
+from zplan.planner.comm import traffic
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.folding import FRONT, fold, foldable
@@ -120,3 +123,21 @@ def test_a_wrong_fold_would_be_seen():
 def test_refusals_come_through_a_fold():
     with pytest.raises(ZplanError, match="positions of tiny"):
         held(gpt2(13), Choice(0, 1, seq=5000))
+
+
+@pytest.mark.parametrize("tuning", [{"lora": 8}, {"lora": 8, "qlora": True}, {"lora": 4, "lora_embeddings": True}])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_frozen_bases_with_adapters(tuning, stage):
+    search = open_search(make_request({"model": "llama-3.2-1b", "gpus": 4, "gpu": "H200", **tuning}), remainder=True)
+    for checkpointing in ("none", "full"):
+        row = search.row(search.choice(stage, Batch(2, 1, 4), checkpointing))
+        assert len(search.folding(row.choice).specs) == 2
+        assert (row.peak_bytes, row.peak_phase) == (row.ledger.peak_bytes(), row.ledger.peak_phase())
+        assert search.traffic(row.choice) == traffic(search.model.spec, row.choice)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(SPECS)), choices)
+def test_folded_traffic_is_that_of_the_whole_model(name, choice):
+    s = Search(Model(SPECS[name], "a test"), Hardware(choice.world_size, 1, GIB), make_request({}))
+    assert s.traffic(choice) == traffic(SPECS[name], choice)

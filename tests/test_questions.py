@@ -157,10 +157,15 @@ def test_no_machine_at_all(run, monkeypatch):
 def test_the_fewest_is_the_first_that_fits(gpu):
     request = make_request({"model": "llama-2-13b", "gpu": gpu})
     for way in WAYS:
-        search, row = fewest(request, lambda r: open_search(r, remainder=True), way.accept)
+        search, row = fewest(way.change(request), lambda r: open_search(r, remainder=True), way.accept)
         n = search.hardware.world_size
         assert row.fits and row.capacity_bytes == find_gpu(gpu)[0].mem_bytes
-        assert n == 1 or way.accept(opened(model="llama-2-13b", gpu=gpu, gpus=n - 1 if n <= 8 else n - 8)) is None
+        assert n == 1 or way.accept(less(way, gpu, n - 1 if n <= 8 else n - 8)) is None
+
+
+def less(way, gpu, gpus):
+    request = way.change(make_request({"model": "llama-2-13b", "gpu": gpu, "gpus": gpus}))
+    return open_search(request, remainder=True)
 
 
 def test_a_sweep_of_two():

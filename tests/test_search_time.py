@@ -132,7 +132,7 @@ def test_the_rate_of_links_that_keeps_up_is_told():
 
     found = zplan.estimate("llama-2-7b", gpus=8, gpu="H200", global_batch=8, stage=3)
     time, sent = found.timings[3].time, found.traffic[3].total_bytes
-    shown = f"At {sent / (time.compute + time.recompute) / 1e9:.1f} GB/s a GPU the transfers of stage 3 would take"
+    shown = f"At {sent / (time.compute + time.recompute) / 1e9:.3g} GB/s a GPU the transfers of stage 3 would take"
     assert shown in " ".join(report(found).split())
     alone = report(zplan.estimate("llama-2-7b", gpus=1, gpu="H200"))
     assert "would take as long" not in alone
