@@ -76,7 +76,7 @@ def find_units(model: nn.Module, *, units: Sequence[str] | None = None, resident
         if any(_matches(name, pattern) for pattern in resident):
             kind = "other"
         f = _own(name, kind, module, params, owner)
-        if known and kind in ("embed", "head") and type(module) in (nn.Embedding, nn.Linear):
+        if known and kind in ("embed", "head") and isinstance(module, (nn.Embedding, nn.Linear)):
             f.unit = replace(f.unit, guest=True)
         if f.params or f.frozen or f.reads:
             found.append(f)
