@@ -24,6 +24,7 @@ from functools import lru_cache
 from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
 from zplan.planner.models import ModelSpec, Unit
+from zplan.planner.optimizers import kind_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
         ringed = choice.sharded and in_ring
         shares = ringed if u.frozen else shards_states(choice)
         owned = lay.shard_numel if shares else lay.padded_numel
-        has_master = not u.frozen and (choice.precision != "fp32" or ringed)
+        has_master = not u.frozen and kind_of(choice.optimizer).master and (choice.precision != "fp32" or ringed)
         out.append(Placement(u, lay, name, ringed, seen[name] % choice.ring_slots, owned, has_master))
         seen[name] += 1
     return tuple(out)

@@ -24,10 +24,10 @@ from zplan import __version__
 from zplan.planner.errors import ZplanError
 from zplan.planner.saving import snapshot_numel
 from zplan.runtime import checkpoint_folder as folder
-from zplan.runtime.checkpoint_format import STATES, DataFile, FileRecord, Manifest
+from zplan.runtime.checkpoint_format import DataFile, FileRecord, Manifest
 from zplan.runtime.checkpoint_frozen import FrozenFiles
 from zplan.runtime.checkpoint_load import parameters_of
-from zplan.runtime.checkpoint_ranges import extents, state_tensor
+from zplan.runtime.checkpoint_ranges import extents, state_tensor, states_of
 from zplan.runtime.checkpoint_resume import Loader, Resume
 from zplan.runtime.checkpoint_state import (
     aliases,
@@ -85,6 +85,12 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint, or start to. Returns its folder."""
         self.between_steps("save")
+        foreign = self.engine.optimizer.wanted.foreign
+        if foreign is not None and foreign.whole_tensors:
+            raise ZplanError(
+                f"states of {foreign.title} are tensors of its own and in no checkpoint yet",
+                "save the weights with `engine.save_16bit_model(folder)`",
+            )
         self.wait()
         if keep is not None and keep < 1:
             raise ZplanError(f"`keep={keep}` would delete the checkpoint that was just written", "keep at least 1")
@@ -130,7 +136,11 @@ class Checkpoints:
             world_size=e.world_size,
             lr=float(e.optimizer.param_groups[0]["lr"]),
             loss_scale=None if e.optimizer.scaler is None else tuple(e.optimizer.scaler.state()),
-            training=describe_training(e.training_config),
+            training={
+                **describe_training(e.training_config),
+                "optimizer": e.choice.optimizer,
+                "optimizer_scalars": dict(e.optimizer.scalars_to_save()),
+            },
             model=describe_model(e.module),
             parameters=parameters_of(e),
             aliases=aliases(e.module),
@@ -220,7 +230,7 @@ class Checkpoints:
         return [
             (extent.range, extent.of(tensor_of(u, state)))
             for u in self.engine.trained
-            for state in STATES
+            for state in states_of(u)
             for extent in extents(u, state, tensor_of(u, state), everything=False)
         ]
 
@@ -228,11 +238,11 @@ class Checkpoints:
         """Take the snapshot's memory, once and for all saves."""
         e = self.engine
         self.snapshot = e.arena.take_host(
-            "save.snapshot", snapshot_numel([u.placement for u in e.units]), torch.float32
+            "save.snapshot", snapshot_numel([u.placement for u in e.units], e.choice), torch.float32
         )
         at = 0
         for u in e.trained:
-            for state in STATES:
+            for state in states_of(u):
                 self.copies[u.name, state] = self.snapshot[at : at + u.layout.shard_numel]
                 at += u.layout.shard_numel
 
@@ -240,7 +250,7 @@ class Checkpoints:
     def _take_snapshot(self) -> None:
         """Copy the states to the host. When this returns training may go on."""
         for u in self.engine.trained:
-            for state in STATES:
+            for state in states_of(u):
                 source, copy = state_tensor(u, state), self.copies[u.name, state]
                 if source.numel() == copy.numel():
                     copy.copy_(source, non_blocking=True)

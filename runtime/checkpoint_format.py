@@ -25,10 +25,12 @@ from math import prod
 from typing import Any
 
 from zplan.planner.errors import ZplanError
+from zplan.planner.optimizers import kind_of
 
 SCHEMA_VERSION = 1
-STATES = ("weight", "exp_avg", "exp_avg_sq")
-"""Of a trained parameter. `weight` is the fp32 master value, whatever the dtype of compute."""
+WEIGHT = "weight"
+"""Of a trained parameter: its fp32 master value, whatever the dtype of compute; in bf16 where there are no masters. The
+optimizer's states come beside it, under the names that torch gives them."""
 FROZEN = "frozen"
 """The one state of a frozen parameter."""
 
@@ -143,13 +145,9 @@ class Parameter:
     frozen: bool = False
 
     @property
-    def states(self) -> tuple[str, ...]:
-        return (FROZEN,) if self.frozen else STATES
-
-    @property
     def value(self) -> str:
         """The state that is the parameter itself."""
-        return self.states[0]
+        return FROZEN if self.frozen else WEIGHT
 
     @property
     def numel(self) -> int:
@@ -195,6 +193,15 @@ class Manifest:
     torch_version: str
     written_at: str
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What is saved of every trained parameter. AdamW's where nothing is said: that is all there was at first."""
+        kind = kind_of(str(self.training.get("optimizer", "adamw")))
+        return (WEIGHT, *(s.name for s in kind.states))
+
+    def states_of(self, p: Parameter) -> tuple[str, ...]:
+        return (FROZEN,) if p.frozen else self.states
 
     @property
     def nbytes(self) -> int:

@@ -50,6 +50,17 @@ def check_model(mine: tuple[Parameter, ...], manifest: Manifest) -> None:
         )
 
 
+def check_optimizer(mine: tuple[str, ...], manifest: Manifest) -> None:
+    """Refuse states of another optimizer."""
+    have = manifest.states[1:]
+    if set(mine) != set(have):
+        raise ZplanError(
+            f"checkpoint `{manifest.tag}` holds {' and '.join(f'`{s}`' for s in have) or 'no states'} of an optimizer, "
+            f"and this engine's keeps {' and '.join(f'`{s}`' for s in mine) or 'none'}",
+            "train with the optimizer that was saved, or load with `weights_only=True`",
+        )
+
+
 def _word(p: Parameter) -> str:
     return "frozen" if p.frozen else "trained"
 

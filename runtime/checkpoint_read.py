@@ -115,7 +115,7 @@ class Checkpoint:
         """Every element of every state of every parameter, once."""
         wrong = []
         for p in self.manifest.parameters:
-            for state in p.states:
+            for state in self.manifest.states_of(p):
                 name, at = p.name, 0
                 for place in self.places.get((state, name), ()):
                     r = place.stored.range
@@ -125,7 +125,7 @@ class Checkpoint:
                     at = max(at, r.end)
                 if at != p.numel:
                     wrong.append(f"`{state}|{name}|{at}:{p.numel}` missing")
-        known = {(state, p.name) for p in self.manifest.parameters for state in p.states}
+        known = {(state, p.name) for p in self.manifest.parameters for state in self.manifest.states_of(p)}
         wrong += [f"`{state}|{name}` of no parameter" for state, name in self.places if (state, name) not in known]
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""

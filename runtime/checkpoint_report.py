@@ -118,9 +118,14 @@ def differences(a: Checkpoint, b: Checkpoint) -> list[Difference]:
             f"the checkpoints are of different models: `{odd}` is {here.get(odd, 'missing')} in the first and "
             f"{there.get(odd, 'missing')} in the second"
         )
+    if a.manifest.states != b.manifest.states:
+        raise ZplanError(
+            f"the checkpoints are of different optimizers: one holds {', '.join(a.manifest.states)} and the other "
+            f"{', '.join(b.manifest.states)}"
+        )
     out = []
     for p in ours:
-        for state in p.states:
+        for state in a.manifest.states_of(p):
             count, largest = _compare(a, b, state, p)
             if count:
                 out.append(Difference(state, p.name, count, largest))

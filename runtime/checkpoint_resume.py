@@ -16,7 +16,7 @@ from zplan.planner.errors import ZplanError
 from zplan.runtime import checkpoint_folder as folder
 from zplan.runtime.checkpoint_format import Damaged, Manifest
 from zplan.runtime.checkpoint_frozen import FrozenFiles
-from zplan.runtime.checkpoint_load import check_model, load_unit, parameters_of
+from zplan.runtime.checkpoint_load import check_model, check_optimizer, load_unit, parameters_of
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.checkpoint_state import restore_random
 from zplan.runtime.rendezvous import Rendezvous
@@ -90,6 +90,8 @@ class Loader:
         def check() -> str:
             opened.append(Checkpoint(path))
             check_model(parameters_of(e), opened[0].manifest)
+            if not weights_only:
+                check_optimizer(e.optimizer.states, opened[0].manifest)
             return ""
 
         def fill() -> str:
@@ -121,13 +123,14 @@ class Loader:
         """Counters, learning rate and random states."""
         e, m = self.engine, checkpoint.manifest
         e.optimizer.applied.fill_(float(m.applied_steps))
+        e.optimizer.restore_scalars(m.training.get("optimizer_scalars", {}))
         e.global_steps, e.global_samples = m.global_step, m.global_samples
         if e.optimizer.scaler is not None:
             self._note(f"the loss scale is not in checkpoints: it begins at {e.optimizer.scaler.scale.item():g} again")
         if m.loss_scale is not None and e.optimizer.scaler is not None:
             e.optimizer.scaler.restore(list(m.loss_scale))
         if m.training["lr"] == e.training_config.lr:
-            e.optimizer.param_groups[0]["lr"] = m.lr  # what a schedule had made of it; a new config's value wins
+            e.optimizer.set_lr(m.lr)  # what a schedule had made of it; a new config's value wins
         if m.world_size == e.world_size:
             restore_random(checkpoint.indices[e.rank].random, e.device)
         else:

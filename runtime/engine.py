@@ -19,16 +19,17 @@ from torch.utils._pytree import tree_map_only
 from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
-from zplan.planner.placement import place_units
+from zplan.planner.placement import place_units, shards_states
 from zplan.runtime.arena import Arena
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.detect import find_units
 from zplan.runtime.gatherer import Gatherer
+from zplan.runtime.groups import Asked, Parameters, read_optimizer
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh
-from zplan.runtime.optimizer import ShardedAdamW
+from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.schedule import Scheduler
 from zplan.runtime.sentinel import Sentinels
@@ -62,7 +63,7 @@ class Engine(nn.Module):
         Called with the ledger's name of each phase as it begins; None for nobody.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what `initialize` takes
         self,
         model: nn.Module,
         training: TrainingConfig,
@@ -73,12 +74,16 @@ class Engine(nn.Module):
         checked: bool,
         units: Sequence[str] | None = None,
         resident: Sequence[str] = (),
+        optimizer: Asked = None,
+        parameters: Parameters | None = None,
     ) -> None:
         super().__init__()
         self.module = model
         self.training_config, self.mesh = training, mesh
         self.choice = choice_of(training, mesh)
-        found = find_units(model, units=units, resident=resident)
+        wanted = read_optimizer(model, training, optimizer, parameters, sharded=shards_states(self.choice))
+        self.choice = replace(self.choice, optimizer=wanted.name)
+        found = find_units(model, units=units, resident=resident, groups=wanted.group_of)
         if not any(f.params for f in found):
             raise ZplanError(
                 "the model has no parameters to train", "pass an nn.Module with some that require gradients"
@@ -100,7 +105,7 @@ class Engine(nn.Module):
         self.collectives = Collectives(mesh, checked=checked)
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
-        self.optimizer = ShardedAdamW(self.trained, self.choice, training, self.arena)
+        self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
         self.reducer.landed = self.optimizer.landed
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
@@ -236,6 +241,7 @@ class Engine(nn.Module):
         if self.optimizer.scaler is not None:
             self.optimizer.scaler.update(self.optimizer.scalars.skip)
         self.optimizer.finish()
+        self.optimizer._opt_called = True  # torch's schedulers warn where nobody calls the optimizer's own step
         self.reducer.drop()
         self.global_steps += 1
         self.global_samples += self.choice.global_batch
@@ -449,4 +455,5 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
         saving=training.saving,
+        optimizer=training.optimizer,
     )

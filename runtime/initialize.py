@@ -15,9 +15,10 @@ from torch import nn
 from zplan.planner.dsconfig import TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.runtime.engine import LISTENERS, OPEN, Engine
+from zplan.runtime.groups import Asked, Parameters
 from zplan.runtime.materialize import Initializer
 from zplan.runtime.mesh import Mesh, join
-from zplan.runtime.optimizer import ShardedAdamW
+from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.schedule import Scheduler
 from zplan.runtime.summon import Whole
 
@@ -26,6 +27,8 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     *,
     model: nn.Module,
     config: object = None,
+    optimizer: Asked = None,
+    model_parameters: Parameters | None = None,
     training_data: Any = None,
     init: Initializer | None = None,
     seed: int = 0,
@@ -33,7 +36,7 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     checked: bool | None = None,
     units: Sequence[str] | None = None,
     resident: Sequence[str] = (),
-) -> tuple[Engine, ShardedAdamW, Any, Scheduler | None]:
+) -> tuple[Engine, ShardedOptimizer, Any, Scheduler | None]:
     """Turn a module into an engine that trains it under a plan or config.
 
     Parameters
@@ -43,6 +46,13 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     config
         A `Plan`, the path of a plan or of a DeepSpeed config, or such a config as a mapping. Under `zplan run` it may
         be left out.
+    optimizer
+        A torch optimizer over the model's parameters, or a class or function that makes one from parameters or groups;
+        None for the config's. torch's AdamW, Adam and SGD run as zplan's own; others on flat slices, where they look at
+        one element at a time, and on whole tensors only where nothing is sharded.
+    model_parameters
+        Parameters, or groups of them with an `lr`, `weight_decay` and so on of their own; by default all that require
+        gradients.
     training_data
         A map-style dataset; the third value returned is then a loader that gives each rank its own micro-batches.
     init
@@ -75,7 +85,18 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     mesh = join(pretend_world=world)
     _say_if_reserved_may_grow(mesh)
     training = _training_config(config, model, mesh)
-    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
+    engine = Engine(
+        model,
+        training,
+        mesh,
+        init=init,
+        seed=seed,
+        checked=checked,
+        units=units,
+        resident=resident,
+        optimizer=optimizer,
+        parameters=model_parameters,
+    )
     loader = None if training_data is None else _loader(training_data, engine, seed)
     return engine, engine.optimizer, loader, engine.scheduler
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from zplan.planner.config import Choice
+from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import Placement, shards_states
+from zplan.planner.states import FP32
 from zplan.runtime.arena import Arena
 from zplan.runtime.detect import Found
 from zplan.runtime.fresh import Fresh
@@ -106,15 +108,18 @@ def _cut(unit: FlatUnit, full: Tensor, choice: Choice, arena: Arena) -> None:
             unit.shard_of(unit.shard, piece).copy_(unit.own(full, piece))
     if p.frozen:
         return
-    if p.has_master:
-        unit.master = arena.take(f"optim.master.{name}", p.owned_numel, torch.float32)
+    if p.has_master or p.ringed:
+        # Where there are no fp32 masters, a ringed unit keeps a shard in the compute dtype in their place.
+        line = "optim.master" if p.has_master else "params.shard"
+        unit.master = arena.take(f"{line}.{name}", p.owned_numel, torch.float32 if p.has_master else dtype)
         if shards_states(choice):
             for piece in unit.layout.pieces:
                 unit.shard_of(unit.master, piece).copy_(unit.own(full, piece))
         else:
             unit.master.copy_(full)
-    unit.exp_avg = arena.take(f"optim.exp_avg.{name}", p.owned_numel, torch.float32, fill=0.0)
-    unit.exp_avg_sq = arena.take(f"optim.exp_avg_sq.{name}", p.owned_numel, torch.float32, fill=0.0)
+    for state in kind_of(choice.optimizer).states:
+        kept = torch.float32 if state.itemsize == FP32 else torch.bfloat16
+        unit.states[state.name] = arena.take(f"optim.{state.name}.{name}", p.owned_numel, kept, fill=0.0)
 
 
 @torch.no_grad()

@@ -92,7 +92,11 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         yield "optim.loss_scale", engine.optimizer.scaler.buffer
     if engine.optimizer.table is not None:
         yield "optim.table", engine.optimizer.table
-    yield "optim.norms", engine.optimizer.norms
+    yield "optim.norms", engine.optimizer.partial
+    if engine.optimizer.scratch is not None:
+        yield "optim.scratch", engine.optimizer.scratch
+    if engine.optimizer.wanted.foreign is not None:
+        yield from engine.optimizer.wanted.foreign.tensors()
     if engine.reducer.slot is not None:
         yield "grads.slot", engine.reducer.slot
 
@@ -103,10 +107,10 @@ def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Te
     for p in u.params:
         if p.grad is not None and not isinstance(p.grad, ReducedGradient):
             yield f"grads.{name}", p.grad
-    for attribute in ("master", "exp_avg", "exp_avg_sq"):
-        tensor = getattr(u, attribute)
-        if tensor is not None:
-            yield f"optim.{attribute}.{name}", tensor
+    if u.master is not None:
+        yield f"{'optim.master' if u.placement.has_master else 'params.shard'}.{name}", u.master
+    for state, tensor in u.states.items():
+        yield f"optim.{state}.{name}", tensor
     if u.flat is not None:
         yield f"params.{'frozen.whole' if u.placement.frozen else 'flat'}.{name}", u.flat
     if u.shard is not None:

@@ -11,10 +11,11 @@ import torch
 import workload as w
 from safetensors import safe_open
 
-from zplan.runtime.checkpoint_format import STATES
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize
+
+STATES = ("weight", "exp_avg", "exp_avg_sq")
 
 GLOBAL_BATCH = 24
 UNEVEN = replace(w.LLAMA, layers=3, hidden=40, heads=2, kv_heads=1, head_dim=20, ffn=72, vocab=67)
@@ -44,7 +45,7 @@ def go(engine: Engine, steps: int, arch: Any = UNEVEN) -> list[float]:
 
 
 def masters(engine: Engine) -> dict[str, Any]:
-    return {f"{u.name}.{s}": getattr(u, s).clone().numpy() for u in engine.units for s in ("exp_avg", "exp_avg_sq")}
+    return {f"{u.name}.{s}": u.states[s].clone().numpy() for u in engine.units for s in ("exp_avg", "exp_avg_sq")}
 
 
 def whole(engine: Engine) -> dict[str, Any]:

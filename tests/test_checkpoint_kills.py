@@ -16,11 +16,12 @@ import torch.distributed as dist
 import workload as w
 
 from zplan.runtime import checkpoint_folder as cf
-from zplan.runtime.checkpoint_format import STATES
 from zplan.runtime.checkpoint_ranges import extents, state_tensor
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize
+
+STATES = ("weight", "exp_avg", "exp_avg_sq")
 
 SAVES_BEFORE = 1
 LONGEST = 0.06
