@@ -102,7 +102,7 @@ class Engine(nn.Module):
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
         self.streams = Streams(mesh.device)
-        self.collectives = Collectives(mesh, checked=checked)
+        self.collectives = Collectives(mesh, self.arena, checked=checked)
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
         self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
@@ -424,6 +424,7 @@ class Engine(nn.Module):
             self.checkpoints.wait()
         finally:
             self.hooks.close()
+            self.collectives.watchdog.stop()
             self.sentinels.hide()
             if self in OPEN:
                 OPEN.remove(self)

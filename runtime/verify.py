@@ -26,6 +26,7 @@ from zplan.planner.ledger import Ledger, Line
 from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
+from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.sentinel import ReducedGradient
 from zplan.runtime.unit import FlatUnit
 
@@ -87,18 +88,24 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         yield f"grads.{name}", tensor
     if engine.checkpoints.snapshot is not None:
         yield "save.snapshot", engine.checkpoints.snapshot
-    yield "optim.scalars", engine.optimizer.scalars.buffer
-    if engine.optimizer.scaler is not None:
-        yield "optim.loss_scale", engine.optimizer.scaler.buffer
-    if engine.optimizer.table is not None:
-        yield "optim.table", engine.optimizer.table
-    yield "optim.norms", engine.optimizer.partial
-    if engine.optimizer.scratch is not None:
-        yield "optim.scratch", engine.optimizer.scratch
-    if engine.optimizer.wanted.foreign is not None:
-        yield from engine.optimizer.wanted.foreign.tensors()
+    if engine.collectives.handshake is not None:
+        yield "comm.handshake", engine.collectives.handshake
+    yield from _step_tensors(engine.optimizer)
     if engine.reducer.slot is not None:
         yield "grads.slot", engine.reducer.slot
+
+
+def _step_tensors(optimizer: ShardedOptimizer) -> Iterator[tuple[str, Tensor]]:
+    """What the step keeps beside the units' states."""
+    yield "optim.scalars", optimizer.scalars.buffer
+    yield "optim.norms", optimizer.partial
+    if optimizer.scaler is not None:
+        yield "optim.loss_scale", optimizer.scaler.buffer
+    for name, tensor in (("table", optimizer.table), ("scratch", optimizer.scratch)):
+        if tensor is not None:
+            yield f"optim.{name}", tensor
+    if optimizer.wanted.foreign is not None:
+        yield from optimizer.wanted.foreign.tensors()
 
 
 def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Tensor]]:
