@@ -35,6 +35,7 @@ from zplan.runtime.schedule import Scheduler
 from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned, Whole
+from zplan.runtime.weights import WeightFolder, load_weights
 
 OPEN: list[Engine] = []
 """Engines of this process that were not closed, oldest first."""
@@ -76,11 +77,15 @@ class Engine(nn.Module):
         resident: Sequence[str] = (),
         optimizer: Asked = None,
         parameters: Parameters | None = None,
+        weights: WeightFolder | None = None,
     ) -> None:
         super().__init__()
         self.module = model
         self.training_config, self.mesh = training, mesh
         self.choice = choice_of(training, mesh)
+        if weights is not None:
+            weights.bind(model)
+            weights.fill_buffers(model, mesh.device)
         wanted = read_optimizer(model, training, optimizer, parameters, sharded=shards_states(self.choice))
         self.choice = replace(self.choice, optimizer=wanted.name)
         found = find_units(model, units=units, resident=resident, groups=wanted.group_of)
@@ -95,7 +100,15 @@ class Engine(nn.Module):
         placements = place_units(segments, self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
         self.units = materialize(
-            model, found, list(placements), self.choice, self.arena, rank=mesh.rank, init=init, seed=seed
+            model,
+            found,
+            list(placements),
+            self.choice,
+            self.arena,
+            rank=mesh.rank,
+            init=init,
+            seed=seed,
+            bound=() if weights is None else weights.names,
         )
         self.trained = [u for u in self.units if not u.placement.frozen]
         move_buffers(model, mesh.device)
@@ -105,6 +118,8 @@ class Engine(nn.Module):
         self.collectives = Collectives(mesh, self.arena, checked=checked)
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
+        if weights is not None:
+            load_weights(self, weights)
         self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
         self.reducer.landed = self.optimizer.landed
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)

@@ -21,6 +21,7 @@ from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.schedule import Scheduler
 from zplan.runtime.summon import Whole
+from zplan.runtime.weights import WeightFolder
 
 
 def initialize(  # noqa: PLR0913  each is a choice of the user's own
@@ -30,6 +31,7 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     optimizer: Asked = None,
     model_parameters: Parameters | None = None,
     training_data: Any = None,
+    weights: str | os.PathLike[str] | None = None,
     init: Initializer | None = None,
     seed: int = 0,
     world: int | None = None,
@@ -55,6 +57,10 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
         gradients.
     training_data
         A map-style dataset; the third value returned is then a loader that gives each rank its own micro-batches.
+    weights
+        A local safetensors folder (`save_pretrained` wrote it). Each rank reads only the bytes of what it keeps, so
+        that a model built in `meta_init()` never lies whole on any host. Parameters that have values of their own and
+        are not in the folder, such as those of adapters, keep them.
     init
         For modules on the meta device: fills one full fp32 parameter, given `(name, tensor)`, equally on all ranks.
     seed
@@ -96,6 +102,7 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
         resident=resident,
         optimizer=optimizer,
         parameters=model_parameters,
+        weights=None if weights is None else WeightFolder(weights),
     )
     loader = None if training_data is None else _loader(training_data, engine, seed)
     return engine, engine.optimizer, loader, engine.scheduler

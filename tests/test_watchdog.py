@@ -93,9 +93,7 @@ def test_hashes_find_what_agreed_in_size_and_ranks_tell_where_it_began():
         for dog in reversed(pair):
             dog._look()
     for dog in pair:
-        with pytest.raises(
-            ZplanError, match="number 22 is all_gather of layers.1 on rank 0 and all_gather of"
-        ):
+        with pytest.raises(ZplanError, match="number 22 is all_gather of layers.1 on rank 0 and all_gather of"):
             dog.note("all_gather", "head")
 
 
