@@ -36,6 +36,8 @@ before, and its loss, there."""
 
 SIMULATED_BLOCKS = 3
 
+BOUND = "upper bound: compiled blocks keep at most what uncompiled ones do"
+
 
 @dataclass(frozen=True)
 class Held:
@@ -148,7 +150,8 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             real = _real(phase, unit, i, arch.layers)
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
-    return tuple(_lines(found, "derived" if arch.runnable else "estimate"))
+    lines = _lines(found, "derived" if arch.runnable and not choice.compile else "estimate")
+    return tuple(replace(x, note=BOUND) for x in lines) if choice.compile else tuple(lines)
 
 
 def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:

@@ -18,6 +18,7 @@ from zplan.planner.states import FP32
 from zplan.runtime.arena import Arena
 from zplan.runtime.detect import Found
 from zplan.runtime.fresh import Fresh
+from zplan.runtime.mesh import Mesh
 from zplan.runtime.unit import FlatUnit, Slot
 
 Initializer = Callable[[str, Tensor], None]
@@ -26,14 +27,20 @@ Initializer = Callable[[str, Tensor], None]
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def make_ring(placements: list[Placement], choice: Choice, arena: Arena) -> dict[tuple[str, int], Slot]:
-    """K slots per size class of ringed units, keyed by class and index."""
+def make_ring(placements: list[Placement], choice: Choice, arena: Arena, mesh: Mesh) -> dict[tuple[str, int], Slot]:
+    """K slots of each ring, keyed by its size class and index."""
     dtype = COMPUTE_DTYPE[choice.precision]
     ring: dict[tuple[str, int], Slot] = {}
     for p in placements:
         for k in range(choice.ring_slots if p.ringed else 0):
-            if (p.size_class, k) not in ring:
-                ring[p.size_class, k] = Slot(arena.take(f"params.ring.{p.size_class}", p.layout.padded_numel, dtype))
+            if (p.ring, k) in ring:
+                continue
+            line = f"params.ring.{p.ring}"
+            if choice.copies:
+                shared = arena.take_shared(line, p.slot_numel, dtype, mesh)
+                ring[p.ring, k] = Slot(shared.buffer, shared=shared)
+            else:
+                ring[p.ring, k] = Slot(arena.take(line, p.slot_numel, dtype))
     return ring
 
 
@@ -44,7 +51,7 @@ def materialize(  # noqa: PLR0913  the engine's parts
     choice: Choice,
     arena: Arena,
     *,
-    rank: int,
+    mesh: Mesh,
     init: Initializer | None,
     seed: int,
     bound: Collection[str] = (),
@@ -53,15 +60,15 @@ def materialize(  # noqa: PLR0913  the engine's parts
 
     Parameters whose names are in `bound` come later, by ranges (`weights.py`), and are zero until then.
     """
-    ring = make_ring(placements, choice, arena)
+    ring = make_ring(placements, choice, arena, mesh)
     rows = {unit.name: (f, params) for f in found for unit, params in f.segments()}
     fresh = Fresh(model, arena.device, seed)
     units = []
     for p in placements:
         f, params = rows[p.unit.name]
-        unit = FlatUnit(p, params, rank)
+        unit = FlatUnit(p, params, mesh.rank)
         if p.ringed:
-            unit.slot = ring[p.size_class, p.slot]
+            unit.slot = ring[p.ring, p.slot]
         full = None
         if any(row.name not in bound for row in p.unit.params):
             full = _full_values(f, unit, arena.device, init, fresh, bound)
