@@ -116,6 +116,8 @@ def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Te
     for p in u.params:
         if p.grad is not None and not isinstance(p.grad, ReducedGradient):
             yield f"grads.{name}", p.grad
+    for summed in u.summed_grads.values():
+        yield f"grads.{name}", summed
     for attribute in ("master", "exp_avg", "exp_avg_sq"):
         tensor = getattr(u, attribute)
         if tensor is not None:
@@ -276,7 +278,8 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
     next phase on.
     """
     first, last = span
-    if line.kind == "activations" and first > turn and not line.id.endswith(IN_FLIGHT):
+    # Instances of another size have a line of their own, whose name goes on.
+    if line.kind == "activations" and first > turn and not line.id.partition(".other")[0].endswith(IN_FLIGHT):
         return first <= at + 1 <= last
     return first <= at < last
 
