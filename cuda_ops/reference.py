@@ -94,6 +94,14 @@ def copy_grads(
         into.add_(part) if add else into.copy_(part)
 
 
+def sum_slices(slices: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write, or add to what is there, the sum of (N, numel) slices into `out`, (numel,) fp32, in order."""
+    if not add:
+        out.copy_(slices[0])
+    for one in slices if add else slices[1:]:
+        out.add_(one)
+
+
 def cross_entropy_(
     logits: Tensor, target: Tensor, losses: Tensor, *, ignore_index: int, label_smoothing: float, grads: bool
 ) -> None:

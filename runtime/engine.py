@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zplan.planner.config import Choice
+from zplan.planner.config import Choice, Transport
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
+from zplan.planner.fused import check_compiled
 from zplan.planner.placement import place_units
 from zplan.runtime.arena import Arena
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
+from zplan.runtime.compiled import compile_forwards
 from zplan.runtime.detect import find_units
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.hooks import Hooks
@@ -90,7 +92,7 @@ class Engine(nn.Module):
         placements = place_units(segments, self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
         self.units = materialize(
-            model, found, list(placements), self.choice, self.arena, rank=mesh.rank, init=init, seed=seed
+            model, found, list(placements), self.choice, self.arena, mesh=mesh, init=init, seed=seed
         )
         self.trained = [u for u in self.units if not u.placement.frozen]
         move_buffers(model, mesh.device)
@@ -104,6 +106,9 @@ class Engine(nn.Module):
         self.reducer.landed = self.optimizer.landed
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
+        blocks_run = [f.module for f in found if f.unit.kind == "block"]
+        check_compiled(self.choice)
+        self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = LISTENERS[-1] if LISTENERS else None
         self.global_steps = 0
@@ -418,6 +423,8 @@ class Engine(nn.Module):
             self.checkpoints.wait()
         finally:
             self.hooks.close()
+            if self.uncompile is not None:
+                self.uncompile()
             self.sentinels.hide()
             if self in OPEN:
                 OPEN.remove(self)
@@ -432,6 +439,21 @@ class Engine(nn.Module):
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _transport(training: TrainingConfig, mesh: Mesh) -> Transport:
+    """Copies where asked for, or where nothing is said and they work. Every rank must ask."""
+    asked = training.transport
+    if asked == "collectives" or mesh.world_size == 1 or mesh.pretended or mesh.device.type != "cuda":
+        return "collectives"
+    if mesh.reads_peers():
+        return "copies"
+    if asked == "copies":
+        raise ZplanError(
+            f"`transport` is `copies`, but not every one of the {mesh.world_size} GPUs can read the others' memory",
+            'write `"transport": "collectives"`, or plan again for this machine',
+        )
+    return "collectives"
 
 
 def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
@@ -450,5 +472,8 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
+        compile=training.compile,
+        transport=_transport(training, mesh),
+        reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),
         saving=training.saving,
     )
