@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -97,7 +98,7 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
         for p in params:
             p.register_post_accumulate_grad_hook(hook)
             if name == "head":
-                give_gradient_to(p, lambda grad, key=id(p): summed.update({key: grad}))
+                give_gradient_to(p, partial(summed.__setitem__, id(p)))
 
 
 class AllocatorMeter:
