@@ -44,6 +44,10 @@ class Subject:
     hidden: int | None = None
     largest_tensor: int | None = None
     """Elements."""
+    layers: int | None = None
+    vocab: int | None = None
+    batch_norm: bool = False
+    """The model has BatchNorm layers."""
     model_type: str = ""
     experts: int = 0
     """Per block; 0 for a dense model."""
@@ -51,6 +55,8 @@ class Subject:
     """What the published weights are in."""
     micro_batch: int | None = None
     """What the launcher passes (`--per_device_train_batch_size`)."""
+    seq: int | None = None
+    """Tokens per sequence."""
     was_batch: int | None = None
     """Sequences per step of the run that the learning rate is from."""
     was_gpus: int | None = None

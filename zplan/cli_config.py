@@ -40,20 +40,28 @@ def _read(file: str) -> Document:
 @click.option("--gpu", metavar="NAME", help="A name of `zplan gpus`, instead of --mem.")
 @click.option("--host-mem", metavar="SIZE", help="Memory per node.")
 @click.option("--micro-batch", type=int, metavar="N", help="What the launcher passes per GPU.")
+@click.option("--seq", type=int, metavar="N", help="Tokens per sequence: counts what no number of GPUs splits.")
 @click.option("--was-batch", type=int, metavar="N", help="Global batch of the run that the learning rate is from.")
 @click.option("--was-gpus", type=int, metavar="N", help="Ranks of the run whose checkpoint is resumed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with exact bytes.")
 def check(*, file: str, as_json: bool, **given: Any) -> int:
     """Say what is wrong in a DeepSpeed, accelerate or FSDP config, what is silently ignored, and what it costs.
 
-    Exits with 1 when there are errors, 2 when the file cannot be read at all.
+    FILE is JSON, YAML, or a Python script with the config as a dict. Exits with 1 when there are errors, 2 when the
+    file cannot be read at all.
     """
     from zplan.planner.lint import check_document
     from zplan.planner.lint_report import lint_json, lint_text
     from zplan.planner.lint_subject import make_subject
 
     subject = make_subject(given)
-    report = check_document(_read(file), file, subject)
+    if file.lower().endswith(".py"):
+        from zplan.planner.lint_script import check_script
+        from zplan.planner.reading import read_text
+
+        report = check_script(read_text(file), file, subject)
+    else:
+        report = check_document(_read(file), file, subject)
     click.echo(lint_json(report) if as_json else lint_text(report), nl=False)
     return 1 if report.count("error") else 0
 
