@@ -7,7 +7,7 @@ of the last one only.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zplan.planner.units import MIB
@@ -126,7 +126,7 @@ def read_messages(text: str) -> tuple[OutOfMemory, ...]:
         message = _message(line[match.start() :] + _wrapped(lines[i + 1 : i + 8]), match.group(0))
         rank = _rank(line)
         phase, where = _phase(lines[:i], rank)
-        one = OutOfMemory(**{**message.__dict__, "rank": rank, "phase": phase, "where": where})
+        one = replace(message, rank=rank, phase=phase, where=where)
         if one not in found and not (one.tried is None and found):
             found.append(one)
     return tuple(found)
@@ -156,7 +156,9 @@ def _message(text: str, head: str) -> OutOfMemory:
         sizes["unallocated"] = Size(rest, reserved.within + sizes["allocated"].within)
     gpu = re.search(r"GPU (\d+)", text)
     device = head.split()[0].upper() if "DefaultCPU" not in head else "CPU"
-    return OutOfMemory(device, gpu=int(gpu.group(1)) if gpu else None, **sizes)
+    found = OutOfMemory(device, gpu=int(gpu.group(1)) if gpu else None)
+    # The names of `_FIELDS` are those of the sizes, which mypy can't see.
+    return replace(found, **sizes)  # type: ignore[arg-type]
 
 
 def _size(number: str, unit: str) -> Size:
