@@ -12,7 +12,7 @@ from typing import Any, get_args
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
-from zplan.planner.config import Attention, Checkpointing, Choice, Precision, Saving
+from zplan.planner.config import Attention, Checkpointing, Choice, Precision, Reduce, Saving, Transport
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
@@ -68,6 +68,10 @@ class TrainingConfig:
     """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
+    reduce: Reduce | None = None
+    """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
+    transport: Transport | None = None
+    """None: copies where every GPU of the one host can read the others' memory, collectives elsewhere."""
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
     seq: int | None = None
@@ -99,7 +103,7 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 
 _EXTRA_INTS = ("ring_slots", "seq")
-EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention", "saving")
+EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention", "reduce", "transport", "saving")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -348,7 +352,13 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     for name in _EXTRA_INTS:
         if name in block:
             found[name] = want_int(name, where, block[name], least=2 if name == "ring_slots" else 1)
-    words = {"checkpointing": Checkpointing, "attention": Attention, "saving": Saving}
+    words = {
+        "checkpointing": Checkpointing,
+        "attention": Attention,
+        "reduce": Reduce,
+        "transport": Transport,
+        "saving": Saving,
+    }
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))

@@ -41,6 +41,9 @@ class Unit:
     """No gradient, no optimizer state. Frozen parameters of a module are a unit beside its trainable ones."""
     itemsize: int | None = None
     """Bytes of one element where they keep a dtype of their own (frozen integers); None for the compute dtype."""
+    guest: bool = False
+    """An embedding or a head whose weight is known to be read in its own module's forward alone, so that it may borrow
+    a slot of the blocks' ring."""
 
     @property
     def numel(self) -> int:
@@ -135,7 +138,7 @@ def _block(i: int, *rows: tuple[str, tuple[int, ...]]) -> Unit:
 
 def _head(a: Architecture) -> Unit:
     """The head's own weight; none when it is tied to the embedding."""
-    return Unit("head", "head", () if a.tied else (Param("head.weight", (a.vocab, a.hidden)),))
+    return Unit("head", "head", () if a.tied else (Param("head.weight", (a.vocab, a.hidden)),), guest=not a.tied)
 
 
 def _llama_units(a: Architecture) -> tuple[Unit, ...]:
@@ -156,7 +159,7 @@ def _llama_units(a: Architecture) -> tuple[Unit, ...]:
         for i in range(a.layers)
     )
     return (
-        Unit("embed", "embed", (Param("embed.weight", (a.vocab, a.hidden)),)),
+        Unit("embed", "embed", (Param("embed.weight", (a.vocab, a.hidden)),), guest=not a.tied),
         *blocks,
         Unit("norm", "norm", (Param("norm.weight", (a.hidden,)),)),
         _head(a),
@@ -184,8 +187,8 @@ def _gpt2_units(a: Architecture) -> tuple[Unit, ...]:
         for i in range(a.layers)
     )
     return (
-        Unit("embed", "embed", (Param("embed.weight", (a.vocab, h)),)),
-        Unit("positions", "embed", (Param("positions.weight", (a.max_seq, h)),)),
+        Unit("embed", "embed", (Param("embed.weight", (a.vocab, h)),), guest=not a.tied),
+        Unit("positions", "embed", (Param("positions.weight", (a.max_seq, h)),), guest=True),
         *blocks,
         Unit("norm", "norm", (Param("norm.weight", (h,)), Param("norm.bias", (h,)))),
         _head(a),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from zplan.planner.config import Attention, Checkpointing, Device, Precision, Saving
+from zplan.planner.config import Attention, Checkpointing, Device, Precision, Reduce, Saving, Transport
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.units import parse_bytes, parse_count
 
@@ -28,6 +28,8 @@ OPTION = {
     "attention": "--attention",
     "device": "--device",
     "ring_slots": "`ring_slots`",
+    "reduce": "`reduce`",
+    "transport": "`transport`",
     "saving": "`saving`",
     "piece_numel": "`reduce_bucket_size`",
 }
@@ -162,6 +164,8 @@ _WORDS = {
     "checkpointing": get_args(Checkpointing),
     "attention": get_args(Attention),
     "device": get_args(Device),
+    "reduce": get_args(Reduce),
+    "transport": get_args(Transport),
     "saving": get_args(Saving),
 }
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 
 from zplan.planner.activations import prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
+from zplan.planner.buffers import page_lines
 from zplan.planner.config import Checkpointing, Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Ledger, Line
 from zplan.planner.overhead import overhead_lines
+from zplan.planner.placement import place
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
 from zplan.planner.sources import Model
@@ -77,7 +79,8 @@ class Search:
     memo: dict[Choice, Row] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.phases = timeline(self.model.spec.units).phases
+        self.time = timeline(self.model.spec.units)
+        self.phases = self.time.phases
         self.seq = self._seq()
 
     def _seq(self) -> int:
@@ -128,10 +131,14 @@ class Search:
 
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""
-        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving")
+        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "reduce", "transport", "saving")
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
+        if self.hardware.nodes > 1:
+            fixed.setdefault("reduce", "scatter")
+        elif self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
+            fixed.setdefault("transport", "copies")
         return Choice(
             stage=stage,
             world_size=batch.world_size,
@@ -145,7 +152,8 @@ class Search:
     def row(self, choice: Choice) -> Row:
         """Evaluate a choice, once."""
         if choice not in self.memo:
-            extra = (*overhead_lines(self.hardware, choice, self.phases), *self._remainder(choice))
+            pages = page_lines(place(self.model.spec, choice), choice, self.time) if choice.copies else ()
+            extra = (*overhead_lines(self.hardware, choice, self.phases), *self._remainder(choice), *pages)
             ledger = predict(self.model.spec, choice, overheads=extra)
             per_phase = ledger.per_phase()
             peak = max(per_phase)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zplan.planner.activations import counted, prefers_eager
-from zplan.planner.config import REDUCE_ITEMSIZE
+from zplan.planner.config import REDUCE_ITEMSIZE, Choice
 from zplan.planner.search import DEFAULT_SEQ, STAGES, Row, Search
 from zplan.planner.units import format_gib, format_percent, format_small
 
@@ -108,6 +108,8 @@ _DEFAULTS: dict[str, str] = {
     "ring_slots": "one block computes while the next is gathered",
     "piece_numel": "128 MiB in fp32: long enough for full bandwidth",
     "device": "a GPU unless --device cpu",
+    "reduce": "",
+    "transport": "",
     "saving": "training waits for a checkpoint, and no copy of the states lies in host memory",
 }
 """Choices with a plain default, and why that default."""
@@ -136,12 +138,29 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         what = "the largest that fits and divides" if row.fits else "the smallest that divides"
         yield "micro_batch", f"{what} {per_rank}"
         yield "accumulation", f"{per_rank} / {c.micro_batch}"
+    yield from _link_reasons(search, c)
     if prefers_eager(search.model.arch):
         yield "attention", "its class refuses or masks torch's fused attention"
     if search.model.assumed:
         yield "seq", "the default; an assumed shape has no limit"
     else:
         yield "seq", f"the smaller of {DEFAULT_SEQ} and the model's {search.seq_limit}"
+
+
+def _link_reasons(search: Search, c: Choice) -> Iterator[tuple[str, str]]:
+    """Why gradients and parameters travel as they do."""
+    if c.reduce == "exchange":
+        yield "reduce", "on one host gradients travel in the compute dtype and are added up in fp32"
+    else:
+        yield "reduce", f"over {search.hardware.nodes} nodes an fp32 reduce-scatter, which knows the network"
+    if c.transport == "copies":
+        yield "transport", "NVLink joins all GPUs of the node: copy engines move parameters while every SM computes"
+    elif c.device == "cpu":
+        yield "transport", "what CPUs have"
+    elif search.hardware.nodes > 1:
+        yield "transport", "over several nodes there is no common memory"
+    else:
+        yield "transport", "copies need GPUs that reach each other over NVLink, which this card is not known to have"
 
 
 def _checkpointing_reason(search: Search, row: Row) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zplan.planner.config import Choice
+from zplan.planner.config import Choice, Transport
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import place_units
@@ -90,7 +90,7 @@ class Engine(nn.Module):
         placements = place_units(segments, self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
         self.units = materialize(
-            model, found, list(placements), self.choice, self.arena, rank=mesh.rank, init=init, seed=seed
+            model, found, list(placements), self.choice, self.arena, mesh=mesh, init=init, seed=seed
         )
         self.trained = [u for u in self.units if not u.placement.frozen]
         move_buffers(model, mesh.device)
@@ -434,6 +434,21 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
+def _transport(training: TrainingConfig, mesh: Mesh) -> Transport:
+    """Copies where asked for, or where nothing is said and they work. Every rank must ask."""
+    asked = training.transport
+    if asked == "collectives" or mesh.world_size == 1 or mesh.pretended or mesh.device.type != "cuda":
+        return "collectives"
+    if mesh.reads_peers():
+        return "copies"
+    if asked == "copies":
+        raise ZplanError(
+            f"`transport` is `copies`, but not every one of the {mesh.world_size} GPUs can read the others' memory",
+            'write `"transport": "collectives"`, or plan again for this machine',
+        )
+    return "collectives"
+
+
 def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
     """The planner's `Choice` for what this process will allocate. `seq` stands for what the config says, else 0."""
     return Choice(
@@ -448,5 +463,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
+        transport=_transport(training, mesh),
+        reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),
         saving=training.saving,
     )

@@ -18,6 +18,7 @@ from zplan.cuda_ops.copy import GradCopy
 from zplan.planner.layout import Piece
 from zplan.planner.placement import Placement
 from zplan.runtime.arena import Arena
+from zplan.runtime.symmetric import Shared
 
 
 @dataclass(eq=False)
@@ -28,6 +29,8 @@ class Slot:
     holder: FlatUnit | None = None
     free: torch.cuda.Event | None = None
     """Last compute that used the slot; a gather waits for it."""
+    shared: Shared | None = None
+    """The buffer as other GPUs see it, where they read it."""
 
 
 class FlatUnit:
@@ -65,9 +68,9 @@ class FlatUnit:
 
     @property
     def buffer(self) -> Tensor:
-        """The flat buffer in the compute dtype: its own, or its ring slot's."""
+        """The flat buffer in the compute dtype, padded_numel: its own, or the start of its ring slot."""
         if self.slot is not None:
-            return self.slot.buffer
+            return self.slot.buffer[: self.layout.padded_numel]
         assert self.flat is not None, f"unit {self.name} has neither slot nor flat buffer"
         return self.flat
 

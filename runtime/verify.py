@@ -27,6 +27,7 @@ from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 from zplan.runtime.sentinel import ReducedGradient
+from zplan.runtime.symmetric import outside_bytes
 from zplan.runtime.unit import FlatUnit
 
 ACTIVATIONS = "act"
@@ -82,7 +83,7 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         yield from _unit_tensors(u, sharded_grads=engine.world_size > 1 and engine.choice.stage > 1)
         if u.slot is not None and id(u.slot) not in seen_slots:
             seen_slots.add(id(u.slot))
-            yield f"params.ring.{u.placement.size_class}", u.slot.buffer
+            yield f"params.ring.{u.placement.ring}", u.slot.buffer
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
     if engine.checkpoints.snapshot is not None:
@@ -93,8 +94,11 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     if engine.optimizer.table is not None:
         yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms
-    if engine.reducer.slot is not None:
-        yield "grads.slot", engine.reducer.slot
+    slot = engine.reducer.slot if engine.reducer.shared is None else engine.reducer.shared.buffer
+    if slot is not None:
+        yield "grads.slot", slot
+    if engine.reducer.received is not None:
+        yield "grads.received", engine.reducer.received
 
 
 def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Tensor]]:
@@ -298,5 +302,5 @@ def _name(ledger: Ledger, key: tuple[str, str], at: int, turn: int) -> str:
 
 
 def _requested(which: str) -> int:
-    """Bytes that tensors asked the CUDA allocator for, before its rounding."""
-    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
+    """Bytes that tensors asked the CUDA allocator for, before its rounding, and those of buffers outside it."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]) + outside_bytes()
