@@ -131,7 +131,17 @@ class Search:
 
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""
-        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "reduce", "transport", "saving")
+        names = (
+            "precision",
+            "attention",
+            "ring_slots",
+            "piece_numel",
+            "persist_numel",
+            "device",
+            "reduce",
+            "transport",
+            "saving",
+        )
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")

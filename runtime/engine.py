@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import place_units
 from zplan.runtime.arena import Arena
+from zplan.runtime.breakdown import Breakdown, Telling
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.detect import find_units
@@ -58,6 +59,8 @@ class Engine(nn.Module):
         0-dim fp32 tensor on the device: gradient norm of the last step, averaged, before clipping.
     global_steps, global_samples
         Optimizer steps taken and sequences consumed by them, over all ranks; a loaded checkpoint's count goes on.
+    breakdown
+        Times of the parts of a step, where the config has `wall_clock_breakdown`; else None.
     on_phase
         Called with the ledger's name of each phase as it begins; None for nobody.
     """
@@ -96,7 +99,7 @@ class Engine(nn.Module):
         move_buffers(model, mesh.device)
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
-        self.streams = Streams(mesh.device)
+        self.streams = Streams(mesh.device, overlap=training.overlap)
         self.collectives = Collectives(mesh, checked=checked)
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
@@ -105,7 +108,16 @@ class Engine(nn.Module):
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
+        self.hooks.ahead = training.prefetch_numel if training.overlap else 0
         self.on_phase = LISTENERS[-1] if LISTENERS else None
+        self.breakdown = Breakdown(mesh.device) if training.breakdown else None
+        if self.breakdown is not None:
+            self.collectives.watch = self.streams.watch = self.breakdown.span
+        progress = "steps_per_print" in training.given
+        self.telling: Telling | None = None
+        """Who tells how training goes; None for nobody."""
+        if progress or self.breakdown is not None:
+            self.telling = Telling(self, training.steps_per_print, progress=progress, breakdown=self.breakdown)
         self.global_steps = 0
         self.global_samples = 0
         self.checkpoints = Checkpoints(self)
@@ -151,7 +163,10 @@ class Engine(nn.Module):
         if self.choice.precision != "fp32":
             dtype = COMPUTE_DTYPE[self.choice.precision]
             args, kwargs = tree_map_only(Tensor, lambda t: _cast(t, dtype), (args, kwargs))
-        return self.module(*args, **kwargs)
+        if self.breakdown is None or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        with self.breakdown.span("forward"):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
         """Backward of one micro-step. The step averages over ranks and micro-steps; `loss` is returned as it is.
@@ -187,12 +202,13 @@ class Engine(nn.Module):
             return loss
         self.hooks.look_for_uses(loss)
         total = loss if num_tokens is None else loss * num_tokens
-        if self.optimizer.scaler is None:
-            total.backward(retain_graph=retain_graph)
-        else:
-            # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32, since
-            # fp16 ends at 65,504.
-            total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
+        with nullcontext() if self.breakdown is None else self.breakdown.span("backward"):
+            if self.optimizer.scaler is None:
+                total.backward(retain_graph=retain_graph)
+            else:
+                # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
+                # since fp16 ends at 65,504.
+                total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
         self.sentinels.show()
         return loss
 
@@ -222,15 +238,8 @@ class Engine(nn.Module):
             self.optimizer.scaler.check(self.global_steps)
         if self.scheduler is not None:
             self.scheduler.before_step()
-        self.optimizer.measure(self.collectives)
-        # What the next forward needs first is updated first, and gathered while the rest is updated.
-        first, rest = self.hooks.split_schedule(FIRST_UNITS)
-        for units in (first, rest):
-            self.optimizer.update(units)
-            self.gatherer.invalidate(units)
-            for unit in first if units is first else ():
-                self.gatherer.prefetch(unit)
-        self.hooks.open_early()
+        with nullcontext() if self.breakdown is None else self.breakdown.span("step"):
+            self._update()
         if self.scheduler is not None:
             self.scheduler.count()
         if self.optimizer.scaler is not None:
@@ -241,6 +250,19 @@ class Engine(nn.Module):
         self.global_samples += self.choice.global_batch
         self._check_replicas()
         self.hooks.phase("idle")
+        if self.telling is not None:
+            self.telling.after_step()
+
+    def _update(self) -> None:
+        self.optimizer.measure(self.collectives)
+        # What the next forward needs first is updated first, and gathered while the rest is updated.
+        first, rest = self.hooks.split_schedule(FIRST_UNITS)
+        for units in (first, rest):
+            self.optimizer.update(units)
+            self.gatherer.invalidate(units)
+            for unit in first if units is first and self.hooks.ahead != 0 else ():
+                self.gatherer.prefetch(unit)
+        self.hooks.open_early()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -462,6 +484,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         attention=training.attention,
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
+        persist_numel=training.persist_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
         transport=_transport(training, mesh),
         reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),

@@ -73,10 +73,14 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     if checked is None:
         checked = os.environ.get("ZPLAN_CHECK", "0") not in ("", "0")
     mesh = join(pretend_world=world)
-    _say_if_reserved_may_grow(mesh)
-    training = _training_config(config, model, mesh)
-    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
-    loader = None if training_data is None else _loader(training_data, engine, seed)
+    try:
+        _say_if_reserved_may_grow(mesh)
+        training = _training_config(config, model, mesh)
+        engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
+        loader = None if training_data is None else _loader(training_data, engine, seed)
+    except BaseException:
+        mesh.close()  # a refused config must not leave a group behind that the next call can't join
+        raise
     return engine, engine.optimizer, loader, engine.scheduler
 
 
@@ -97,12 +101,15 @@ def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingCo
         config = os.environ.get("ZPLAN_PLAN")
         if config is None:
             raise ZplanError("`initialize` needs a config", "pass `config=`: a plan, a path, or a mapping")
-    if isinstance(config, Mapping):
-        return from_mapping(config, world_size=mesh.world_size)
     from zplan.planner.plan_file import Plan, load_config
 
     if isinstance(config, (str, Path)):
         config = load_config(Path(config))
+    if isinstance(config, Mapping):
+        training = from_mapping(config, world_size=mesh.world_size)
+        for note in training.notes if mesh.rank == 0 else ():
+            sys.stderr.write(f"zplan: {note}\n")
+        return training
     if isinstance(config, Plan):
         _check_plan(config, model, mesh)
         return config.training

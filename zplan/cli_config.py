@@ -28,9 +28,11 @@ def _read(file: str) -> Document:
 
 @click.command(
     epilog="\b\nExamples:\n  zplan check ds_config.json --gpus 8\n"
-    "  zplan check ds_config.json --model llama-2-7b --gpus 8 --mem 24 --for hf",
+    "  zplan check ds_config.json --model llama-2-7b --gpus 8 --mem 24 --for hf\n"
+    "  zplan check ds_config.json --model llama-2-7b --gpus 8 --oom train.log --fix fixed.json\n"
+    "  zplan check --explain overlap_comm",
 )
-@click.argument("file", type=click.Path())
+@click.argument("file", type=click.Path(), required=False)
 @click.option("--for", "consumer", metavar="TOOL", help="any, deepspeed, hf, accelerate or lightning.  [default: any]")
 @click.option("--deepspeed", metavar="RELEASE", help="Release to check for, such as 0.15.4.  [default: 0.19.8]")
 @click.option("--model", metavar="NAME", help="A name of `zplan models`, a folder, a config.json, or a hub id.")
@@ -50,8 +52,11 @@ def _read(file: str) -> Document:
 @click.option("--attention", metavar="HOW", help="sdpa or eager, with --oom.  [default: sdpa]")
 @click.option("--oom", metavar="LOG", type=click.Path(), help="A log that ends with torch's out-of-memory message.")
 @click.option("--fix", metavar="OUT", type=click.Path(), help="With --oom: write the config that fits.")
+@click.option("--explain", metavar="KEY", help="Say what a key of DeepSpeed's configs does there and in zplan.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with exact bytes.")
-def check(*, file: str, as_json: bool, oom: str | None, fix: str | None, **given: Any) -> int:
+def check(  # one option each
+    *, file: str | None, as_json: bool, oom: str | None, fix: str | None, explain: str | None, **given: Any
+) -> int:
     """Say what is wrong in a DeepSpeed, accelerate or FSDP config, what is silently ignored, and what it costs.
 
     FILE is JSON, YAML, or a Python script with the config as a dict. With --oom, say which line of the ledger did not
@@ -62,6 +67,13 @@ def check(*, file: str, as_json: bool, oom: str | None, fix: str | None, **given
     from zplan.planner.lint_report import lint_json, lint_text
     from zplan.planner.lint_subject import make_subject
 
+    if explain is not None:
+        from zplan.planner.explain import explanation
+
+        click.echo(explanation(explain), nl=False)
+        return 0
+    if file is None:
+        raise ZplanError("no FILE is given", "`zplan check ds_config.json`, or `zplan check --explain KEY`")
     how = {name: given.pop(name) for name in ("checkpointing", "attention")}
     subject = make_subject(given)
     if oom is not None:
