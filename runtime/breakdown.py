@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 if TYPE_CHECKING:
+    from zplan.planner.dsconfig import TrainingConfig
     from zplan.runtime.engine import Engine
 
 Part = Literal["forward", "backward", "gather", "reduce", "step", "exposed"]
@@ -120,3 +121,11 @@ class Telling:
         if optimizer.scaler is not None:
             words.append(f"loss scale {optimizer.scaler.scale.item():g}")
         return ", ".join(words)
+
+
+def telling_of(engine: Engine, training: TrainingConfig) -> Telling | None:
+    """Who tells how training goes: where the config names `steps_per_print` or wants times; None for nobody."""
+    progress = "steps_per_print" in training.given
+    if not progress and engine.breakdown is None:
+        return None
+    return Telling(engine, training.steps_per_print, progress=progress, breakdown=engine.breakdown)

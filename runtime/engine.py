@@ -21,7 +21,7 @@ from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import place_units
 from zplan.runtime.arena import Arena
-from zplan.runtime.breakdown import Breakdown, Telling
+from zplan.runtime.breakdown import Breakdown, telling_of
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.detect import find_units
@@ -30,8 +30,9 @@ from zplan.runtime.hooks import Hooks
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh
 from zplan.runtime.optimizer import ShardedAdamW
+from zplan.runtime.precision import LossScaler, suspects_of
 from zplan.runtime.reducer import Reducer
-from zplan.runtime.schedule import Scheduler
+from zplan.runtime.schedule import Scheduler, TorchScheduler
 from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned, Whole
@@ -105,7 +106,11 @@ class Engine(nn.Module):
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
         self.optimizer = ShardedAdamW(self.trained, self.choice, training, self.arena)
         self.reducer.landed = self.optimizer.landed
-        self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
+        self.reducer.suspects = suspects_of(self.optimizer.scaler)
+        self.scheduler: Scheduler | TorchScheduler | None = None
+        """`initialize` puts a torch scheduler here."""
+        if training.schedule is not None:
+            self.scheduler = Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.hooks.ahead = training.prefetch_numel if training.overlap else 0
@@ -113,11 +118,7 @@ class Engine(nn.Module):
         self.breakdown = Breakdown(mesh.device) if training.breakdown else None
         if self.breakdown is not None:
             self.collectives.watch = self.streams.watch = self.breakdown.span
-        progress = "steps_per_print" in training.given
-        self.telling: Telling | None = None
-        """Who tells how training goes; None for nobody."""
-        if progress or self.breakdown is not None:
-            self.telling = Telling(self, training.steps_per_print, progress=progress, breakdown=self.breakdown)
+        self.telling = telling_of(self, training)
         self.global_steps = 0
         self.global_samples = 0
         self.checkpoints = Checkpoints(self)
@@ -235,7 +236,7 @@ class Engine(nn.Module):
         self.sentinels.hide()
         self.hooks.phase("step")
         if self.optimizer.scaler is not None:
-            self.optimizer.scaler.check(self.global_steps)
+            self._check_scale(self.optimizer.scaler)
         if self.scheduler is not None:
             self.scheduler.before_step()
         with nullcontext() if self.breakdown is None else self.breakdown.span("step"):
@@ -252,6 +253,18 @@ class Engine(nn.Module):
         self.hooks.phase("idle")
         if self.telling is not None:
             self.telling.after_step()
+
+    def _check_scale(self, scaler: LossScaler) -> None:
+        """Raise where the last step overflowed at the minimum scale; look closer while that may happen."""
+        suspects = self.reducer.suspects
+        assert suspects is not None
+
+        def first() -> str:
+            # Every rank has the same scale, so all ask together.
+            return suspects.told(self.collectives.exchange(suspects.before)) if suspects.looked else ""
+
+        scaler.check(self.global_steps, first)
+        suspects.looking = scaler.near_end()
 
     def _update(self) -> None:
         self.optimizer.measure(self.collectives)

@@ -18,7 +18,7 @@ from zplan.runtime.engine import LISTENERS, OPEN, Engine
 from zplan.runtime.materialize import Initializer
 from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedAdamW
-from zplan.runtime.schedule import Scheduler
+from zplan.runtime.schedule import Given, Scheduler, TorchScheduler
 from zplan.runtime.summon import Whole
 
 
@@ -33,7 +33,8 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     checked: bool | None = None,
     units: Sequence[str] | None = None,
     resident: Sequence[str] = (),
-) -> tuple[Engine, ShardedAdamW, Any, Scheduler | None]:
+    lr_scheduler: Given | None = None,
+) -> tuple[Engine, ShardedAdamW, Any, Scheduler | TorchScheduler | None]:
     """Turn a module into an engine that trains it under a plan or config.
 
     Parameters
@@ -59,11 +60,14 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     resident
         Patterns of unit names that stage 3 keeps whole, since they are read outside their own forward or in a changing
         order.
+    lr_scheduler
+        A torch scheduler, or a function that makes one of an optimizer, instead of the config's `scheduler`. The engine
+        moves it, by applied steps only.
 
     Returns
     -------
     tuple
-        `(engine, optimizer, loader, scheduler)`; the scheduler is None where the config has no `scheduler`.
+        `(engine, optimizer, loader, scheduler)`; the scheduler is None where there is none.
 
     Raises
     ------
@@ -73,13 +77,19 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     if checked is None:
         checked = os.environ.get("ZPLAN_CHECK", "0") not in ("", "0")
     mesh = join(pretend_world=world)
+    engine = None
     try:
         _say_if_reserved_may_grow(mesh)
         training = _training_config(config, model, mesh)
+        if lr_scheduler is not None and training.schedule is not None:
+            raise ZplanError("both the config's `scheduler` and `lr_scheduler` are given", "drop one of the two")
         engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
+        if lr_scheduler is not None:
+            engine.scheduler = TorchScheduler(lr_scheduler, engine.optimizer)
         loader = None if training_data is None else _loader(training_data, engine, seed)
     except BaseException:
-        mesh.close()  # a refused config must not leave a group behind that the next call can't join
+        # What is refused must not leave a group behind that the next call can't join.
+        (mesh if engine is None else engine).close()
         raise
     return engine, engine.optimizer, loader, engine.scheduler
 
