@@ -1,6 +1,7 @@
 """The linter: what it says about configs as people write them, and that DeepSpeed itself agrees on what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -621,3 +622,12 @@ def test_plans_read_what_deepspeed_reads(tmp_path, capsys):
     file.write_text('{"a": 1, "a": 2}', encoding="utf-8")
     with pytest.raises(ZplanError, match="given twice in one object .line 1, column 10."):
         load_config(file)
+
+
+def test_the_documents_name_every_rule():
+    root = Path(__file__).parent.parent
+    source = " ".join(f.read_text(encoding="utf-8") for f in (root / "planner").glob("lint*.py"))
+    rules = set(re.findall(r'(?:find|Finding)\(\s*"([a-z0-9-]+)"', source))
+    text = (root / "docs" / "check.md").read_text(encoding="utf-8")
+    table = text[text.index("## Rules") : text.index("## From")]
+    assert rules == set(re.findall(r"`([a-z0-9-]+)`", table))
