@@ -119,7 +119,7 @@ def _diagnose(file: str, log: str, out: str | None, subject: Subject, given: dic
     "form",
     required=True,
     metavar="TOOL",
-    help="zplan, deepspeed, accelerate, hf, fsdp2 or slurm.",
+    help="zplan, deepspeed, accelerate, hf, fsdp2, torchtitan or slurm.",
 )
 @click.option("-o", "--out", metavar="FILE", help="Where to write.  [default: standard output]")
 def emit(*, plan: str, form: str, out: str | None) -> int:
