@@ -127,6 +127,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     checkpointing: str | None = None,
     attention: str | None = None,
     device: str | None = None,
+    compile: bool = False,  # noqa: A002 - the option's name
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
 ) -> Estimate:
@@ -144,7 +145,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Memory per GPU (a bare number is GiB), or a name that `zplan gpus` lists. Left out: this machine's.
     host_mem
         Per node. Nothing lies there without offload.
-    stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device
+    stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, compile
         Fix a choice; what is left out is chosen and marked so.
     offload, optimizer
         `none` and `adamw`; the rest are refused by name.
@@ -240,6 +241,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     checkpointing: str | None = None,
     attention: str | None = None,
     device: str | None = None,
+    compile: bool = False,  # noqa: A002 - the option's name
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
 ) -> Plan:

@@ -14,6 +14,7 @@ Reduce = Literal["exchange", "scatter"]
 Transport = Literal["collectives", "copies"]
 Runtime = Literal["zplan", "deepspeed", "fsdp2", "ddp"]
 CrossEntropy = Literal["plain", "bf16", "chunked", "fused"]
+Kernels = Literal["torch", "fused"]
 Place = Literal["none", "cpu", "nvme"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -61,6 +62,9 @@ class Choice:
     """Stage 3: units of fewer elements stay whole on every rank (`stage3_param_persistence_threshold`)."""
     device: Device = "cuda"
     """Whose op table the activations follow."""
+    compile: bool = False
+    """Each block's `forward` goes through `torch.compile`. It decides itself what backward is given, so the activation
+    lines are then those of the uncompiled blocks, as an upper bound."""
     reduce: Reduce = "exchange"
     """`exchange`: gradients travel in the compute dtype and are added up in fp32 where they arrive. `scatter`: an fp32
     reduce-scatter. At stage 0, and at stage 1 with accumulation, whole fp32 gradients are reduced in place either way.
@@ -76,6 +80,8 @@ class Choice:
     reduce_dtype: Precision = "fp32"
     """dtype in which gradients are reduced and accumulated."""
     cross_entropy: CrossEntropy = "plain"
+    kernels: Kernels = "torch"
+    """`fused`: norms, gates and rotary embeddings of the built-in decoder by kernels of zplan's own."""
     checkpoint_every: int = 1
     """Blocks in one checkpointed segment."""
     checkpoint_offload: bool = False

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
-from zplan.planner.config import Attention, Checkpointing, Choice, Precision, Reduce, Saving, Transport
+from zplan.planner.config import Attention, Checkpointing, Choice, Kernels, Precision, Reduce, Saving, Transport
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
@@ -28,6 +28,9 @@ from zplan.planner.reading import (
     want_str,
 )
 from zplan.planner.schedules import Schedule, read_schedule
+
+Loss = Literal["plain", "fused"]
+"""Kinds of cross-entropy that the built-in decoder has."""
 
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
@@ -76,10 +79,16 @@ class TrainingConfig:
     """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
+    compile: bool = False
+    """Each block's `forward` goes through `torch.compile`."""
     reduce: Reduce | None = None
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
     """None: copies where every GPU of the one host can read the others' memory, collectives elsewhere."""
+    cross_entropy: Loss = "plain"
+    """`fused`: the built-in decoder's head and loss in one, without whole logits."""
+    kernels: Kernels = "torch"
+    """`fused`: norms, gates and rotary embeddings of the built-in decoder by zplan's own kernels."""
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
     seq: int | None = None
@@ -111,7 +120,17 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 
 _EXTRA_INTS = ("ring_slots", "seq")
-EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention", "reduce", "transport", "saving")
+EXTRAS = (
+    *_EXTRA_INTS,
+    "checkpointing",
+    "attention",
+    "cross_entropy",
+    "kernels",
+    "compile",
+    "reduce",
+    "transport",
+    "saving",
+)
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -409,10 +428,14 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     words = {
         "checkpointing": Checkpointing,
         "attention": Attention,
+        "cross_entropy": Loss,
+        "kernels": Kernels,
         "reduce": Reduce,
         "transport": Transport,
         "saving": Saving,
     }
+    if "compile" in block:
+        found["compile"] = want_bool("compile", where, block["compile"])
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from zplan.planner.config import Attention, Checkpointing, Device, Precision, Reduce, Saving, Transport
+from zplan.planner.config import (
+    Attention,
+    Checkpointing,
+    CrossEntropy,
+    Device,
+    Kernels,
+    Precision,
+    Reduce,
+    Saving,
+    Transport,
+)
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.units import parse_bytes, parse_count
 
@@ -31,8 +41,11 @@ OPTION = {
     "attention": "--attention",
     "device": "--device",
     "ring_slots": "`ring_slots`",
+    "compile": "--compile",
     "reduce": "`reduce`",
     "transport": "`transport`",
+    "cross_entropy": "`cross_entropy`",
+    "kernels": "`kernels`",
     "saving": "`saving`",
     "piece_numel": "`reduce_bucket_size`",
     "persist_numel": "`stage3_param_persistence_threshold`",
@@ -170,6 +183,8 @@ _WORDS = {
     "device": get_args(Device),
     "reduce": get_args(Reduce),
     "transport": get_args(Transport),
+    "cross_entropy": get_args(CrossEntropy),
+    "kernels": get_args(Kernels),
     "saving": get_args(Saving),
 }
 
@@ -181,6 +196,10 @@ def _check(name: str, value: Any) -> Any:
         if value not in _WORDS[name]:
             near = did_you_mean(str(value), _WORDS[name])
             raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
+        return value
+    if name == "compile":
+        if not isinstance(value, bool):
+            raise ZplanError(f"`compile` is {value!r}", "use true or false")
         return value
     if name == "stage":
         if value not in (0, 1, 2, 3) or isinstance(value, bool):

@@ -134,10 +134,13 @@ class Search:
         names = (
             "precision",
             "attention",
+            "cross_entropy",
+            "kernels",
             "ring_slots",
             "piece_numel",
             "persist_numel",
             "device",
+            "compile",
             "reduce",
             "transport",
             "saving",

@@ -24,6 +24,7 @@ from zplan.runtime.arena import Arena
 from zplan.runtime.breakdown import Breakdown, telling_of
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
+from zplan.runtime.compiled import compile_forwards
 from zplan.runtime.detect import find_units
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.hooks import Hooks
@@ -112,6 +113,8 @@ class Engine(nn.Module):
         if training.schedule is not None:
             self.scheduler = Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
+        blocks_run = [f.module for f in found if f.unit.kind == "block"]
+        self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.hooks.ahead = training.prefetch_numel if training.overlap else 0
         self.on_phase = LISTENERS[-1] if LISTENERS else None
@@ -453,6 +456,8 @@ class Engine(nn.Module):
             self.checkpoints.wait()
         finally:
             self.hooks.close()
+            if self.uncompile is not None:
+                self.uncompile()
             self.sentinels.hide()
             if self in OPEN:
                 OPEN.remove(self)
@@ -495,10 +500,13 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         precision=training.precision,
         checkpointing=training.checkpointing,
         attention=training.attention,
+        cross_entropy=training.cross_entropy,
+        kernels=training.kernels,
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         persist_numel=training.persist_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
+        compile=training.compile,
         transport=_transport(training, mesh),
         reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),
         saving=training.saving,

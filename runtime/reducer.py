@@ -155,9 +155,9 @@ class Reducer:
         self.ready.clear()
         for name in ("slot", "received"):
             buffer: Tensor | None = getattr(self, name)
+            setattr(self, name, None)
             if buffer is not None and (self.shared is None or buffer is not self.shared.buffer):
                 storage = weakref.ref(buffer.untyped_storage())
-                setattr(self, name, None)
                 del buffer
                 self.collectives.until_released(storage)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zplan.planner.activations import BOUND
 from zplan.planner.ledger import Ledger, Line
 from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
@@ -52,10 +53,18 @@ class Row:
     """Phase boundary (`a | b`) for lines, phase for peaks."""
     predicted: int
     measured: int
+    bound: bool = False
+    """`predicted` is an upper bound, as with compiled blocks."""
 
     @property
     def difference(self) -> int:
         return self.measured - self.predicted
+
+    def outside(self, tolerance: float) -> bool:
+        """Whether they differ by more than a fraction of the larger; under a bound, whether more was measured."""
+        if self.bound and self.measured <= self.predicted:
+            return False
+        return abs(self.difference) > tolerance * max(self.predicted, self.measured)
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Comparison:
     def off_by_more_than(self, tolerance: float) -> tuple[Row, ...]:
         """Rows outside `tolerance` (a fraction of the larger side); anything unattributed always is."""
         rows = (*self.lines, *self.peaks)
-        return (*(r for r in rows if abs(r.difference) > tolerance * max(r.predicted, r.measured)), *self.unattributed)
+        return (*(r for r in rows if r.outside(tolerance)), *self.unattributed)
 
 
 def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
@@ -107,6 +116,8 @@ def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Te
     for p in u.params:
         if p.grad is not None and not isinstance(p.grad, ReducedGradient):
             yield f"grads.{name}", p.grad
+    for summed in u.summed_grads.values():
+        yield f"grads.{name}", summed
     for attribute in ("master", "exp_avg", "exp_avg_sq"):
         tensor = getattr(u, attribute)
         if tensor is not None:
@@ -220,6 +231,7 @@ class Meter:
 
     def compare(self, ledger: Ledger) -> Comparison:
         """The last whole step against a ledger made for this very choice and device."""
+        bound = any(x.note == BOUND for x in ledger.lines)
         lines: dict[str, Row] = {}
         stray: dict[str, Row] = {}
         index = {p: i for i, p in enumerate(ledger.phases)}
@@ -233,13 +245,13 @@ class Meter:
                 if key[0] == ACTIVATIONS and at < turn - 1:
                     continue
                 name, want, have = _name(ledger, key, at, turn), expected.get(key, 0), found.get(key, 0)
-                row = Row(name, f"{before} | {after}", want, have)
+                row = Row(name, f"{before} | {after}", want, have, bound and key[0] == ACTIVATIONS)
                 table = lines if key in expected or name in lines else stray
                 if name not in table or abs(row.difference) >= abs(table[name].difference):
                     table[name] = row
         pinned = ledger.per_phase("pinned") if self.registry is not None else (0,) * len(ledger.phases)
         peaks = tuple(
-            Row("peak", phase, want + beside, self.peaks[phase])
+            Row("peak", phase, want + beside, self.peaks[phase], bound)
             for phase, want, beside in zip(ledger.phases, ledger.per_phase(), pinned, strict=True)
             if phase in self.peaks
         )
@@ -266,7 +278,8 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
     next phase on.
     """
     first, last = span
-    if line.kind == "activations" and first > turn and not line.id.endswith(IN_FLIGHT):
+    # Instances of another size have a line of their own, whose name goes on.
+    if line.kind == "activations" and first > turn and not line.id.partition(".other")[0].endswith(IN_FLIGHT):
         return first <= at + 1 <= last
     return first <= at < last
 

@@ -135,6 +135,7 @@ QUESTION = (
     click.option("--precision", metavar="TYPE", help="bf16, fp16 or fp32.  [default: bf16]"),
     click.option("--checkpointing", metavar="HOW", help="none or full.  [default: none where it fits with room]"),
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
+    click.option("--compile", is_flag=True, help="Compile each block; its activations are then an upper bound."),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
     click.option("--offline", is_flag=True, help="Never touch the network."),
