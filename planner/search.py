@@ -144,6 +144,7 @@ class Search:
             "reduce",
             "transport",
             "saving",
+            "optimizer",
         )
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):

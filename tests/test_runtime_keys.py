@@ -76,15 +76,17 @@ def run(engine, order, steps, capsys):
             engine.backward(engine(x).float().square().mean() * 50)
         engine.step()
         norms.append(engine.grad_norm.item())
-    weights = [u.exp_avg.sum().item() for u in engine.trained] + [engine.optimizer.param_groups[0]["lr"], *norms]
+    weights = [state.sum().item() for u in engine.trained for state in u.states.values()]
+    weights += [engine.optimizer.param_groups[0]["lr"], *norms]
     weights += [(u.master if u.master is not None else u.flat).float().sum().item() for u in engine.trained]
     memory = {k: v for k, v in engine.arena.held().items()}
     err = capsys.readouterr().err if capsys else ""
     return {"ledger": memory, "schedule": order, "arithmetic": weights, "told": err}
 
 
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_min_lr": 0.001, "warmup_max_lr": 0.02}}
-# key -> (changes, what is different)
+# key -> (changes, what is different, and from what where that is not the base)
 ROWS = {
     "train_batch_size": ({"train_batch_size": 8, "gradient_accumulation_steps": None}, "ledger"),
     "train_micro_batch_size_per_gpu": (
@@ -111,6 +113,8 @@ ROWS = {
     "optimizer.params.betas": ({"optimizer.params.betas": [0.5, 0.9]}, "arithmetic"),
     "optimizer.params.eps": ({"optimizer.params.eps": 0.1}, "arithmetic"),
     "optimizer.params.weight_decay": ({"optimizer.params.weight_decay": 10.0}, "arithmetic"),
+    "optimizer.params.momentum": ({**SGD, "optimizer.params.momentum": 0.5}, "arithmetic", SGD),
+    "optimizer.params.nesterov": ({**SGD, "optimizer.params.nesterov": True}, "arithmetic", SGD),
     "scheduler": ({"scheduler": SCHEDULE}, "arithmetic"),
     "steps_per_print": ({"steps_per_print": 1}, "told"),
     "wall_clock_breakdown": ({"wall_clock_breakdown": True, "steps_per_print": 2}, "told"),
@@ -120,8 +124,8 @@ ROWS = {
 
 @pytest.mark.parametrize("key", ROWS)
 def test_a_key_that_is_honoured_changes_something(key, capsys):
-    changes, what = ROWS[key]
-    before = seen({}, capsys=capsys)
+    changes, what, *base = ROWS[key]
+    before = seen(*base or [{}], capsys=capsys)
     after = seen(changes, capsys=capsys)
     assert after[what] != before[what]
 
