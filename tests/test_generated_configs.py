@@ -190,7 +190,7 @@ def answer(config):
 RELAXED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
-@settings(max_examples=250, **RELAXED)
+@settings(max_examples=150, **RELAXED)
 @given(CONFIGS, SUBJECTS, st.sampled_from([1, 2, 7]))
 def test_no_config_causes_a_traceback(config, subject, world_size):
     put_through(config, subject, world_size)
