@@ -136,6 +136,8 @@ OPTIMIZER: dict[str, str] = {
     "lr": "learning rate; the schedule's, where there is one",
     "betas": "decay of the first and second moment",
     "eps": "added to the root of the second moment",
+    "momentum": "of SGD: share of the last step's direction that is kept",
+    "nesterov": "of SGD: looks ahead along the momentum",
     "weight_decay": "pulls weights towards 0 by this share of the learning rate",
     "adam_w_mode": "decay apart from the gradient; true also for the type Adam",
     "bias_correction": "corrects moments for their start at 0",
