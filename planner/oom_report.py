@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from zplan.planner.activations import counted
 from zplan.planner.errors import ZplanError
 from zplan.planner.known_errors import KnownError, known_errors
 from zplan.planner.ladder import DEFAULT_PACE, EFFICIENCY, Ladder, Pace, climb
@@ -54,7 +55,8 @@ def diagnose(text: str, source: str, setup: Setup | None, capacity: int | None, 
     room = room_of(message, capacity)
     if room is None:
         raise ZplanError(f"`{source}` does not say how much memory the card has", "give --mem or --gpu")
-    ladder = None if message.phase == "save" else climb(setup, message, room, pace)
+    weighed = counted(setup.spec) and message.phase != "save"
+    ladder = climb(setup, message, room, pace) if weighed else None
     return Diagnosis(message, len(messages) - 1, known, matches(message, setup), ladder, setup)
 
 
@@ -103,6 +105,8 @@ def diagnosis_text(d: Diagnosis) -> str:
         lines += ["", *_ladder(d.ladder)]
     elif d.message is not None and d.message.phase == "save":
         lines += ["", _saving()]
+    elif d.message is not None and d.setup is not None:
+        lines += ["", f"activations of `{d.setup.spec.name}` are not counted, so no change can be weighed"]
     return "\n".join(lines) + "\n"
 
 
@@ -186,7 +190,11 @@ def _ladder(ladder: Ladder) -> list[str]:
     parts.append(f"activations {format_si(most)}")
     if ladder.unexplained_bytes:
         parts.append(f"seen in the log beyond that {format_si(ladder.unexplained_bytes)}")
-    lines += [f"  {' + '.join(parts)}", "", "what each change saves, and the time it costs if nothing overlaps:"]
+    lines.append(f"  {' + '.join(parts)}")
+    if ladder.unexplained_bytes > ladder.need.peak_bytes // 2:
+        lines.append("the log shows far more than this model and config explain: check --model, --gpus, --micro-batch,")
+        lines.append("--seq and --checkpointing, and what else lies on the card")
+    lines += ["", "what each change saves, and the time it costs if nothing overlaps:"]
     width = max((len(r.what) for r in ladder.rungs), default=0)
     for r in ladder.rungs:
         verdict = "fits" if r.fits else "not enough alone"

@@ -199,6 +199,19 @@ def test_saving_has_no_ladder():
         fixed_file(found, Document(STAGE2, "json"))
 
 
+def test_a_model_without_activations_has_no_ladder():
+    s = setup(gpus=64)
+    s = replace(s, spec=model_from("deepseek-v3", None).spec)
+    found = diagnose(LOG.format(tried="1.95 GiB", idle="1.00 MiB"), "log", s, None)
+    assert found.ladder is None and "are not counted, so no change can be weighed" in diagnosis_text(found)
+
+
+def test_a_log_of_another_model_is_doubted():
+    text = LOG.format(tried="1.95 GiB", idle="1.00 MiB")
+    assert "far more than this model" in diagnosis_text(diagnose(text, "log", setup(model="smollm2-135m"), None))
+    assert "far more than this model" not in diagnosis_text(diagnose(text, "log", setup(), None))
+
+
 def test_the_room_is_what_torch_can_have():
     m = message(GIB, allocated=70 * GIB, free=2 * GIB, unallocated=4 * GIB, total=80 * GIB)
     assert room_of(m, None) == 76 * GIB, "4 GiB are outside torch"
