@@ -105,14 +105,13 @@ def manifest_of(
         )
     if raw.get("lr_scheduler"):
         notes.append("the schedule goes on from the step and from what the new config says of it")
+    applied = int(raw["global_steps"]) - int(raw.get("skipped_steps", 0))
     frozen = [Parameter(n, s, frozen=True) for n, s in model.frozen.items()]
     return Manifest(
         tag=folder.check_tag(tag),
         global_step=int(raw["global_steps"]),
         global_samples=int(raw["global_samples"]),
-        applied_steps=int(raw["global_steps"]) - int(raw.get("skipped_steps", 0))
-        if states.step is None
-        else states.step,
+        applied_steps=applied if states.step is None else states.step,
         world_size=world_size,
         lr=lr,
         loss_scale=states.loss_scale if precision == "fp16" else None,
