@@ -13,19 +13,18 @@ from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
 from zplan.planner.config import Attention, Checkpointing, Choice, Kernels, Precision, Reduce, Saving, Transport
+from zplan.planner.dsoptimizer import STARTS, explicit_optimizer, name_optimizer, optimizer_block, read_optimizer
 from zplan.planner.dsschema import UNPREFIXED
-from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
 from zplan.planner.reading import (
     check_keys,
     refuse_type,
     want_bool,
     want_int,
-    want_list,
     want_number,
     want_object,
     want_one_of,
-    want_str,
 )
 from zplan.planner.schedules import Schedule, read_schedule
 
@@ -56,7 +55,13 @@ class TrainingConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    """Decoupled: AdamW."""
+    """Decoupled for AdamW and Lion, else added to the gradient."""
+    optimizer: str = "adamw"
+    """A name of `planner/optimizers.py`."""
+    momentum: float = 0.9
+    """Of `sgd-momentum`."""
+    nesterov: bool = False
+    """Of `sgd-momentum`."""
     clip: float = 1.0
     """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
     loss_scale: LossScale = LossScale()
@@ -71,16 +76,16 @@ class TrainingConfig:
     """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
-    cross_entropy: Loss = "plain"
-    """`fused`: the built-in decoder's head and loss in one, without whole logits."""
-    kernels: Kernels = "torch"
-    """`fused`: norms, gates and rotary embeddings of the built-in decoder by zplan's own kernels."""
     compile: bool = False
     """Each block's `forward` goes through `torch.compile`."""
     reduce: Reduce | None = None
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
     """None: copies where every GPU of the one host can read the others' memory, collectives elsewhere."""
+    cross_entropy: Loss = "plain"
+    """`fused`: the built-in decoder's head and loss in one, without whole logits."""
+    kernels: Kernels = "torch"
+    """`fused`: norms, gates and rotary embeddings of the built-in decoder by zplan's own kernels."""
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
     seq: int | None = None
@@ -114,7 +119,15 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 _EXTRA_INTS = ("ring_slots", "seq")
 EXTRAS = (
     *_EXTRA_INTS,
-    *("checkpointing", "attention", "cross_entropy", "kernels", "compile", "reduce", "transport", "saving"),
+    "checkpointing",
+    "attention",
+    "cross_entropy",
+    "kernels",
+    "compile",
+    "reduce",
+    "transport",
+    "saving",
+    "optimizer",
 )
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
@@ -195,8 +208,20 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
 def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
     """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
     own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
-    free = ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "loss_scale", "steps_per_print")
-    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **{n: settings[n] for n in free if n in settings})
+    free = (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "clip",
+        "schedule",
+        "loss_scale",
+        "steps_per_print",
+    )
+    fields_of = {**STARTS.get(choice.optimizer, {}), **{n: settings[n] for n in free if n in settings}}
+    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **fields_of)
 
 
 def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str, Any]:
@@ -213,20 +238,13 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
     bf16 = config.precision == "bf16"
     live = config.ring_slots * largest_block_numel if config.max_live is None else config.max_live
     batch = Batch(config.micro_batch, config.accumulation, config.world_size)
-    params = {
-        "lr": config.lr,
-        "betas": list(config.betas),
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "adam_w_mode": True,
-    }
     return {
         KEYS.train: batch.train,
         KEYS.micro: batch.micro,
         KEYS.accumulation: batch.accumulation,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
         "fp16": explicit_loss_scale(config.loss_scale) if config.precision == "fp16" else {"enabled": False},
-        "optimizer": {"type": "AdamW", "params": params},
+        "optimizer": explicit_optimizer(config.optimizer, vars(config)),
         **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
         "communication_data_type": "fp32",
@@ -320,43 +338,10 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
     return (*notes, *_screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where))
 
 
-def _optimizer_type(kind: str, where: str) -> None:
-    """Refuse all but AdamW. DeepSpeed's "Adam" decays like AdamW unless told otherwise, so both names mean the same."""
-    if kind.lower() in ("adam", "adamw"):
-        return
-    if kind.lower() in dskeys.OTHER_OPTIMIZERS:
-        raise ZplanError(f"optimizer `{kind}` is not built yet", 'use "AdamW"')
-    near = did_you_mean(kind.lower(), ("adam", "adamw", *dskeys.OTHER_OPTIMIZERS))
-    raise ZplanError(f"unknown optimizer `{kind}` in {where}", near or 'use "AdamW"')
-
-
-def _betas(value: Any, where: str) -> tuple[float, float]:
-    betas = [want_number("betas", where, b) for b in want_list("betas", where, value)]
-    if len(betas) != 2 or max(betas) >= 1:
-        raise ZplanError(f"`betas` of {where} are {betas}", "write two numbers below 1, such as [0.9, 0.999]")
-    return betas[0], betas[1]
-
-
 def _optimizer(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
-    check_keys(block, ("type", "params", "legacy_fusion"), where)
-    if "type" not in block:
-        raise ZplanError(f"{where} has no `type`", 'write "type": "AdamW"')
-    _optimizer_type(want_str("type", where, block["type"]), where)
-    params = want_object("params", where, block.get("params") or {})
-    where = f"`params` of {where}"
-    if "max_grad_norm" in params:
-        raise ZplanError(f"`max_grad_norm` of {where} clips nothing", "write `gradient_clipping` at the top level")
-    check_keys(params, (*dskeys.OPTIMIZER_HONOURED, *dskeys.OPTIMIZER_NEUTRAL, *dskeys.OPTIMIZER_INERT), where)
-    notes = _screen(params, dskeys.OPTIMIZER_NEUTRAL, dskeys.OPTIMIZER_INERT, where)
-    for name in ("lr", "eps", "weight_decay"):
-        if name in params:
-            found[name] = want_number(name, where, params[name])
-    if "betas" in params:
-        found["betas"] = _betas(params["betas"], where)
-    if "lr" not in params:
-        found["lr"] = 1e-3
-        notes += (f"{where} has no `lr`: 0.001, which is DeepSpeed's default",)
-    return notes
+    kind, params, where, neutral = optimizer_block(block, where)
+    notes = _screen(params, neutral, dskeys.OPTIMIZER_INERT, where)
+    return notes + read_optimizer(kind, params, where, found)
 
 
 def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
@@ -378,4 +363,6 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))
+    if "optimizer" in block:
+        name_optimizer(block["optimizer"], where, found)
     return ()

@@ -124,7 +124,7 @@ TOP_NEUTRAL: dict[str, Neutral] = {
     "zero_force_ds_cpu_optimizer": either,
     "zero_allow_untested_optimizer": either,
 }
-"""The last two say what may happen with other optimizers; there is only AdamW, so either value asks for nothing."""
+"""The last two say what DeepSpeed may do with optimizers it does not know; either value asks for nothing here."""
 
 TOP_INERT: dict[str, str] = {"aio": "tunes NVMe offload, which is not built yet"}
 
@@ -192,7 +192,16 @@ ZERO_INERT: dict[str, str] = {
     "cpu_offload_use_pin_memory": "tunes offload, which is not built yet",
 }
 
-OPTIMIZER_HONOURED = ("lr", "betas", "eps", "weight_decay")
+OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "adam": ("lr", "betas", "eps", "weight_decay", "adam_w_mode"),
+    "sgd": ("lr", "momentum", "nesterov", "weight_decay"),
+    "lion": ("lr", "betas", "weight_decay"),
+    "adagrad": ("lr", "eps", "weight_decay"),
+}
+"""Parameters that are honoured, by the lower-case type."""
+
+OPTIMIZER_HONOURED = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 OPTIMIZER_NEUTRAL: dict[str, Neutral] = {
     "adam_w_mode": true,
     "bias_correction": true,
@@ -205,7 +214,7 @@ OPTIMIZER_INERT: dict[str, str] = {
     name: "it picks an implementation; zplan has its own" for name in ("torch_adam", "fused", "foreach", "capturable")
 }
 
-OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd", "sgd", "onebitadam", "zerooneadam")
+OTHER_OPTIMIZERS = ("lamb", "muon", "muadam", "muadamw", "musgd", "onebitadam", "zerooneadam")
 """Lower case; known to the field and not built yet."""
 
 INSTEAD: dict[str, str] = {
@@ -213,7 +222,7 @@ INSTEAD: dict[str, str] = {
     "offload_optimizer": 'use {"device": "none"}',
     "offload_param": 'use {"device": "none"}',
     "communication_data_type": "use fp32, which is how zplan reduces",
-    "adam_w_mode": "leave it out: the decay is decoupled",
+    "adam_w_mode": 'of "Adam": false adds the decay to the gradient; "AdamW" always decouples it',
     "cpu_offload": "use false",
 }
 """What to write instead, where that is more than leaving the key out."""

@@ -30,6 +30,7 @@ from functools import lru_cache
 from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
 from zplan.planner.models import ModelSpec, Unit
+from zplan.planner.optimizers import kind_of
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
         ring = rings.get(u.name, "")
         shares = bool(ring) if u.frozen else shards_states(choice)
         owned = lay.shard_numel if shares else lay.padded_numel
-        has_master = not u.frozen and (choice.precision != "fp32" or bool(ring))
+        has_master = not u.frozen and kind_of(choice.optimizer).master and (choice.precision != "fp32" or bool(ring))
         slot = seen[ring] % choice.ring_slots if ring else 0
         out.append(Placement(u, lay, name, bool(ring), slot, ring, numel.get(ring, 0), owned, has_master))
         seen[ring] += 1

@@ -19,6 +19,7 @@ from zplan.planner.config import (
     Transport,
 )
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.optimizers import RUNNABLE
 from zplan.planner.units import parse_bytes, parse_count
 
 MOST = 10**9
@@ -38,13 +39,14 @@ OPTION = {
     "attention": "--attention",
     "device": "--device",
     "ring_slots": "`ring_slots`",
-    "cross_entropy": "`cross_entropy`",
-    "kernels": "`kernels`",
     "compile": "--compile",
     "reduce": "`reduce`",
     "transport": "`transport`",
+    "cross_entropy": "`cross_entropy`",
+    "kernels": "`kernels`",
     "saving": "`saving`",
     "piece_numel": "`reduce_bucket_size`",
+    "optimizer": "--optimizer",
 }
 """What fixes a choice, and what it is called."""
 
@@ -80,7 +82,7 @@ class Request:
 
 
 ARGUMENTS = (
-    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload", "optimizer", "config", "offline"),
+    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload", "config", "offline"),
     *OPTION,
 )
 """Names that `make_request` knows."""
@@ -153,9 +155,9 @@ _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
     "offload": ("--offload", ("none",), ("cpu", "nvme", "optimizer", "params"), "use --offload none, and more GPUs"),
     "optimizer": (
         "--optimizer",
-        ("adamw",),
-        ("sgd", "adagrad", "lamb", "lion", "muon", "adafactor", "adamw8bit"),
-        "use --optimizer adamw",
+        RUNNABLE,
+        ("lamb", "muon", "adafactor", "adamw8bit"),
+        f"use one of {', '.join(RUNNABLE)}",
     ),
     "precision": ("--precision", ("bf16", "fp16", "fp32"), ("fp8", "int8"), "use --precision bf16, fp16 or fp32"),
 }
@@ -177,11 +179,12 @@ _WORDS = {
     "checkpointing": get_args(Checkpointing),
     "attention": get_args(Attention),
     "device": get_args(Device),
-    "cross_entropy": get_args(CrossEntropy),
-    "kernels": get_args(Kernels),
     "reduce": get_args(Reduce),
     "transport": get_args(Transport),
+    "cross_entropy": get_args(CrossEntropy),
+    "kernels": get_args(Kernels),
     "saving": get_args(Saving),
+    "optimizer": RUNNABLE,
 }
 
 

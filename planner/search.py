@@ -132,8 +132,18 @@ class Search:
     def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
         """A choice with everything else as asked for or by default."""
         names = (
-            *("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel"),
-            *("device", "compile", "reduce", "transport", "saving"),
+            "precision",
+            "attention",
+            "cross_entropy",
+            "kernels",
+            "ring_slots",
+            "piece_numel",
+            "device",
+            "compile",
+            "reduce",
+            "transport",
+            "saving",
+            "optimizer",
         )
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):

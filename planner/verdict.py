@@ -95,7 +95,7 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
         if by and name == "piece_numel":
             reason = f"{reason}; elements, {format_small(value * REDUCE_ITEMSIZE)} in fp32"
         out.append(Decision(name, value, by is None, reason))
-    for name, value in (("offload", "none"), ("optimizer", "adamw")):
+    for name, value in (("offload", "none"),):
         asked = name in search.request.asked
         out.append(Decision(name, value, not asked, f"asked by --{name}" if asked else "the only one built yet"))
     return tuple(out)
@@ -103,6 +103,7 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
 
 _DEFAULTS: dict[str, str] = {
     "seq": "",
+    "optimizer": "two fp32 moments and an fp32 master weight",
     "precision": "16-bit weights with fp32 master weights and reduction",
     "attention": "torch's fused attention keeps no score matrix",
     "cross_entropy": "torch's, from whole logits in fp32; `fused` never holds them in full",

@@ -24,10 +24,10 @@ from zplan import __version__
 from zplan.planner.errors import ZplanError
 from zplan.planner.saving import snapshot_numel
 from zplan.runtime import checkpoint_folder as folder
-from zplan.runtime.checkpoint_format import STATES, DataFile, FileRecord, Manifest
+from zplan.runtime.checkpoint_format import DataFile, FileRecord, Manifest
 from zplan.runtime.checkpoint_frozen import FrozenFiles
 from zplan.runtime.checkpoint_load import parameters_of
-from zplan.runtime.checkpoint_ranges import extents, state_tensor
+from zplan.runtime.checkpoint_ranges import extents, state_tensor, states_of
 from zplan.runtime.checkpoint_resume import Loader, Resume
 from zplan.runtime.checkpoint_state import (
     aliases,
@@ -70,6 +70,7 @@ class Checkpoints:
         self.frozen = FrozenFiles(engine)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
+        self.sweeper = folder.Sweeper()
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -85,6 +86,12 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint, or start to. Returns its folder."""
         self.between_steps("save")
+        foreign = self.engine.optimizer.wanted.foreign
+        if foreign is not None and foreign.whole_tensors:
+            raise ZplanError(
+                f"states of {foreign.title} are tensors of its own and in no checkpoint yet",
+                "save the weights with `engine.save_16bit_model(folder)`",
+            )
         self.wait()
         if keep is not None and keep < 1:
             raise ZplanError(f"`keep={keep}` would delete the checkpoint that was just written", "keep at least 1")
@@ -130,7 +137,11 @@ class Checkpoints:
             world_size=e.world_size,
             lr=float(e.optimizer.param_groups[0]["lr"]),
             loss_scale=None if e.optimizer.scaler is None else tuple(e.optimizer.scaler.state()),
-            training=describe_training(e.training_config),
+            training={
+                **describe_training(e.training_config),
+                "optimizer": e.choice.optimizer,
+                "optimizer_scalars": dict(e.optimizer.scalars_to_save()),
+            },
             model=describe_model(e.module),
             parameters=parameters_of(e),
             aliases=aliases(e.module),
@@ -151,6 +162,7 @@ class Checkpoints:
             if self.engine.rank != 0:
                 return ""
             try:
+                self.sweeper.wait()
                 request.root.mkdir(parents=True, exist_ok=True)
                 lock = folder.WriteLock(request.root)
                 return str(folder.prepare(request.root, request.manifest.tag, overwrite=request.overwrite))
@@ -204,7 +216,7 @@ class Checkpoints:
         try:
             folder.commit(request.root, partial, manifest)
             if request.keep is not None:
-                folder.purge(request.root, request.keep, just_written=manifest.tag)
+                self.sweeper.start(folder.hide_old(request.root, request.keep, just_written=manifest.tag))
         except OSError as error:
             raise folder.unwritable(request.root / manifest.tag, error) from None
         return ""
@@ -220,7 +232,7 @@ class Checkpoints:
         return [
             (extent.range, extent.of(tensor_of(u, state)))
             for u in self.engine.trained
-            for state in STATES
+            for state in states_of(u)
             for extent in extents(u, state, tensor_of(u, state), everything=False)
         ]
 
@@ -228,11 +240,11 @@ class Checkpoints:
         """Take the snapshot's memory, once and for all saves."""
         e = self.engine
         self.snapshot = e.arena.take_host(
-            "save.snapshot", snapshot_numel([u.placement for u in e.units]), torch.float32
+            "save.snapshot", snapshot_numel([u.placement for u in e.units], e.choice), torch.float32
         )
         at = 0
         for u in e.trained:
-            for state in STATES:
+            for state in states_of(u):
                 self.copies[u.name, state] = self.snapshot[at : at + u.layout.shard_numel]
                 at += u.layout.shard_numel
 
@@ -240,7 +252,7 @@ class Checkpoints:
     def _take_snapshot(self) -> None:
         """Copy the states to the host. When this returns training may go on."""
         for u in self.engine.trained:
-            for state in STATES:
+            for state in states_of(u):
                 source, copy = state_tensor(u, state), self.copies[u.name, state]
                 if source.numel() == copy.numel():
                     copy.copy_(source, non_blocking=True)
@@ -251,7 +263,8 @@ class Checkpoints:
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Give the snapshot's memory back."""
+        """Give the snapshot's memory back, and be done with deleting."""
+        self.sweeper.wait()
         if self.snapshot is not None:
             self.copies.clear()
             self.engine.arena.unlock()

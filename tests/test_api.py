@@ -93,7 +93,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_way_out():
     [
         ({"offload": "cpu"}, "`--offload cpu` is not built yet", "--offload none"),
         ({"offload": "disk"}, "`--offload disk` is unknown", "--offload none"),
-        ({"optimizer": "lion"}, "`--optimizer lion` is not built yet", "adamw"),
+        ({"optimizer": "lamb"}, "`--optimizer lamb` is not built yet", "adamw"),
         ({"optimizer": "adamww"}, "`--optimizer adamww` is unknown", "did you mean `adamw`?"),
         ({"precision": "fp8"}, "`--precision fp8` is not built yet", "bf16, fp16 or fp32"),
         ({"precision": "bf61"}, "`--precision bf61` is unknown", "did you mean `bf16`?"),

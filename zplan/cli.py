@@ -127,7 +127,7 @@ QUESTION = (
     click.option("--host-mem", metavar="SIZE", help="Memory per node."),
     click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the lowest that fits]"),
     click.option("--offload", metavar="TO", help="none; nothing else is built yet.  [default: none]"),
-    click.option("--optimizer", metavar="NAME", help="adamw; nothing else is built yet.  [default: adamw]"),
+    click.option("--optimizer", metavar="NAME", help="adamw, adam, sgd, lion, adagrad, adamw-bf16.  [default: adamw]"),
     click.option("--accumulation", type=int, metavar="N", help="Micro-steps per optimizer step.  [default: 1]"),
     click.option("--micro-batch", type=int, metavar="N", help="Sequences per GPU and micro-step.  [default: 1]"),
     click.option("--global-batch", type=int, metavar="N", help="Sequences per optimizer step over all GPUs."),
