@@ -33,6 +33,7 @@ from zplan.runtime.groups import Asked, Parameters, read_optimizer
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh
+from zplan.runtime.nonfinite import NonFinite, first_nonfinite
 from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.precision import LossScaler, suspects_of
 from zplan.runtime.reducer import Reducer
@@ -166,6 +167,13 @@ class Engine(nn.Module):
     @property
     def grad_norm(self) -> Tensor:
         return self.optimizer.norm
+
+    def first_nonfinite(self) -> NonFinite | None:
+        """Where this rank's gradients of the last step were first not finite, or None. Waits for the device.
+
+        Every rank answers for its own slices: where one says None another may know.
+        """
+        return first_nonfinite(self.optimizer)
 
     @property
     def on_phase(self) -> Callable[[str], None] | None:
