@@ -37,8 +37,10 @@ class Streams:
         if event is None:
             return
         here = torch.cuda.current_stream()
-        beside = here in (self.gather, self.reduce)
-        with nullcontext() if self.watch is None or beside else self.watch("exposed"):
+        if self.watch is None or here in (self.gather, self.reduce):
+            here.wait_event(event)
+            return
+        with self.watch("exposed"):
             here.wait_event(event)
 
     def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:

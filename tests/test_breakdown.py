@@ -1,6 +1,7 @@
 """Times of the parts of a step: they are there when asked for, add up, and cost nothing otherwise."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import zplan
 from zplan.runtime.breakdown import COLLECTIVE, PARTS, Breakdown
+from zplan.runtime.streams import Streams
 
 
 class Slow(nn.Module):
@@ -77,6 +79,71 @@ def test_skipped_steps_and_the_loss_scale_are_told(engine, capsys):
     engine.backward(loss * float("inf"))
     engine.step()
     assert "step 1, 1 skipped, lr 0.0001, grad norm inf, loss scale 16" in capsys.readouterr().err.replace("nan", "inf")
+
+
+class Event:
+    """A stand-in for an event: a clock that moves by 1 ms a record."""
+
+    clock, waited = 0, 0
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        Event.clock += 1
+        self.at = Event.clock
+
+    def synchronize(self):
+        Event.waited += 1
+
+    def elapsed_time(self, other):
+        return float(other.at - self.at)
+
+
+def test_events_are_read_one_step_late(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    b = Breakdown(torch.device("cuda"))
+    with b.span("step"), b.span("gather"):
+        pass
+    b.end_step()
+    assert Event.waited == 0 and not any(b.sums.values()), "the step that was just queued was waited for"
+    with b.span("step"):
+        pass
+    b.end_step()
+    assert Event.waited == 2 and (b.sums["step"], b.sums["gather"]) == (0.003, 0.001)
+    times = b.take(7)
+    assert (times.first_step, times.last_step) == (6, 7)
+    assert times.seconds["step"] == pytest.approx(0.002) and times.seconds["exposed"] == 0.0
+    assert b.steps == 0 and not b.finished
+
+
+def test_only_waits_of_the_computing_stream_are_exposed(monkeypatch):
+    class Stream:
+        def __init__(self, number):
+            self.number, self.events = number, []
+
+        def wait_event(self, event):
+            self.events.append(event)
+
+    compute, gather, reduce = (Stream(i) for i in range(3))
+    streams = Streams(torch.device("cpu"))
+    streams.gather, streams.reduce = gather, reduce
+    seen = []
+
+    @contextmanager
+    def watch(part):
+        seen.append(part)
+        yield
+
+    for here in (compute, gather, reduce):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda here=here: here)
+        streams.watch = None
+        streams.wait("unwatched")
+        streams.watch = watch
+        streams.wait("watched")
+        streams.wait(None)
+        assert here.events == ["unwatched", "watched"]
+    assert seen == ["exposed"]
 
 
 @pytest.mark.cuda
