@@ -12,12 +12,13 @@ Shapes: N tokens, C hidden, V vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zplan.cuda_ops import compiler, reference
 from zplan.cuda_ops.adamw import KINDS
@@ -50,6 +51,25 @@ class _Rescale(ctypes.Structure):
         ("in_kind", ctypes.c_int),
         ("out_kind", ctypes.c_int),
     ]
+
+
+_SINKS: MutableMapping[Tensor, Callable[[Tensor], object]] = WeakTensorKeyDictionary()
+
+
+def give_gradient_to(weight: Tensor, sink: Callable[[Tensor], object] | None) -> None:
+    """Have the gradient of a weight handed over as it was summed, in fp32, when backward makes it.
+
+    Autograd then gets none for it, so it is neither rounded to the weight's dtype nor copied.
+
+    Parameters
+    ----------
+    sink
+        Takes the gradient, of the weight's shape, and may keep it; None: autograd gets it again.
+    """
+    if sink is None:
+        _SINKS.pop(weight, None)
+    else:
+        _SINKS[weight] = sink
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted: tuple[bool, ...],
     ) -> Tensor:
         ctx.dtype = x.dtype
+        ctx.sink = _SINKS.get(weight)
         loss, ctx.scale, ctx.grads = _forward(x, weight, bias, target, kind, wanted)
         return loss
 
@@ -131,48 +152,73 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "backward through linear_cross_entropy a second time: its gradients were made in forward, once"
             )
+        # The graph lives as long as the loss, so nothing may be left in it.
         (x, weight, bias), ctx.grads = ctx.grads, None
-        first = rescale(x, grad, ctx.scale, ctx.dtype)
-        del x
-        second = rescale(weight, grad, ctx.scale, ctx.dtype)
-        del weight
-        return first, second, rescale(bias, grad, ctx.scale, ctx.dtype), None, None, None
+        scale, ctx.scale = ctx.scale, None
+        x, bias = (rescale(g, grad, scale, ctx.dtype) for g in (x, bias))
+        if weight is not None and ctx.sink is not None:
+            weight = rescale(weight, grad, scale, weight.dtype)
+            del scale
+            ctx.sink(weight)
+            return x, None, bias, None, None, None
+        return x, rescale(weight, grad, scale, ctx.dtype), bias, None, None, None
 
 
 Grads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunks:
+    """What all chunks of one call share."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    kind: Loss
+    losses: Tensor  # (N,)
+    grads: Grads
+    buffer: Tensor  # (chunk, V and some more), in the dtype of x
+
+    def run(self, first: int) -> None:
+        """Losses of the chunk that begins at a token, and its part of the gradients."""
+        rows = slice(first, first + self.kind.chunk)
+        x, (grad_x, grad_weight, grad_bias) = self.x[rows], self.grads
+        logits = self.buffer[: len(x), : len(self.weight)]
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=logits)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=logits)
+        wanted = any(g is not None for g in self.grads)
+        cross_entropy_(logits, self.target[rows], self.losses[rows], self.kind, grads=wanted)
+        if grad_x is not None:
+            torch.mm(logits, self.weight, out=grad_x[rows])
+        if grad_weight is not None:
+            _add_product(grad_weight, logits, x, start=first == 0)
+        if grad_bias is not None:
+            grad_bias += logits.sum(0, dtype=grad_bias.dtype)
 
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, kind: Loss, wanted: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor, Grads]:
     """The loss, what gradients are to be multiplied by, and the gradients of x, weight and bias before that."""
-    tokens, vocab = len(x), len(weight)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    tokens, wide = len(x), torch.float64 if x.dtype == torch.float64 else torch.float32
     scale = _scale(target, kind, wide)
     losses = x.new_empty(tokens, dtype=wide)
     # Zeros where no chunk would fill them.
     new = torch.empty_like if tokens else torch.zeros_like
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
-    grad_weight = new(weight, dtype=wide, memory_format=torch.contiguous_format) if wanted[1] else None
-    grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
-    buffer = x.new_empty(min(kind.chunk, tokens), padded_vocab(vocab, x.element_size()))
+    grads = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None,
+        new(weight, dtype=wide, memory_format=torch.contiguous_format) if wanted[1] else None,
+        torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None,
+    )
+    buffer = x.new_empty(min(kind.chunk, tokens), padded_vocab(len(weight), x.element_size()))
+    chunks = _Chunks(x, weight, bias, target, kind, losses, grads, buffer)
     for first in range(0, tokens, kind.chunk):
-        part = x[first : first + kind.chunk]
-        rows = slice(first, first + len(part))
-        logits = buffer[: len(part), :vocab]
-        if bias is None:
-            torch.mm(part, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, part, weight.t(), out=logits)
-        cross_entropy_(logits, target[rows], losses[rows], kind, grads=any(wanted))
-        if grad_x is not None:
-            torch.mm(logits, weight, out=grad_x[rows])
-        if grad_weight is not None:
-            _add_product(grad_weight, logits, part, start=first == 0)
-        if grad_bias is not None:
-            grad_bias += logits.sum(0, dtype=wide)
-    del buffer
-    return losses.sum() * scale, scale, (grad_x, grad_weight, grad_bias)
+        chunks.run(first)
+    del chunks, buffer
+    return losses.sum() * scale, scale, grads
 
 
 def _scale(target: Tensor, kind: Loss, dtype: torch.dtype) -> Tensor:
@@ -230,6 +276,8 @@ def cross_entropy_(  # noqa: PLR0913
 
 def rescale(grad: Tensor | None, first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor | None:
     """`grad * first * second` in `dtype`; in place where that is its own, and then not at all for a factor of 1.
+
+    `grad` is not to be read afterwards.
 
     Parameters
     ----------

@@ -120,8 +120,8 @@ def cross_entropy_(
     """
     vocab = logits.shape[1]
     wide = logits.to(losses.dtype)
-    counts = target != ignore_index
-    index = target.where(counts, 0)[:, None]
+    ignored = target == ignore_index
+    index = target.masked_fill(ignored, 0)[:, None]
     lse = wide.logsumexp(-1)
     # A logit of +inf makes its whole row NaN, as log_softmax does.
     lse.masked_fill_(lse == math.inf, math.nan)
@@ -129,22 +129,24 @@ def cross_entropy_(
     losses.sub_(wide.gather(-1, index)[:, 0], alpha=1 - label_smoothing)
     if label_smoothing > 0:
         losses.sub_(wide.mean(-1), alpha=label_smoothing)
-    losses.masked_fill_(~counts, 0.0)
+    losses.masked_fill_(ignored, 0.0)
     if not grads:
         return
     wide.sub_(lse[:, None]).exp_().sub_(label_smoothing / vocab)
     wide.scatter_add_(1, index, wide.new_full((), label_smoothing - 1).expand_as(index))
-    wide.masked_fill_(~counts[:, None], 0.0)
+    wide.masked_fill_(ignored[:, None], 0.0)
     if wide.dtype != logits.dtype:
         logits.copy_(wide)
 
 
 def rescale(grad: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
-    """`grad * first * second`, computed in the dtype of the factors; in place where `grad` has `dtype`."""
+    """`grad * first * second`, computed in the dtype of the factors. `grad` is overwritten; it is the result where it
+    has `dtype`.
+    """
     factor = first * second
-    if grad.dtype == dtype:
-        return grad.copy_(grad * factor) if grad.dtype == factor.dtype else grad.copy_(grad.to(factor.dtype) * factor)
-    return (grad * factor).to(dtype)
+    if grad.dtype == factor.dtype:
+        return grad.mul_(factor).to(dtype)
+    return grad.copy_(grad.to(factor.dtype).mul_(factor))
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -172,7 +174,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     wide = _wide(gate)
-    return (wide / (1 + (-wide).exp_())).mul_(up).to(gate.dtype)
+    return wide.sigmoid().mul_(wide).mul_(up).to(gate.dtype)
 
 
 def swiglu_backward_(grad: Tensor, gate: Tensor, up: Tensor) -> None:

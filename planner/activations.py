@@ -26,6 +26,7 @@ from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Choice, Device, Precision
 from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, StepTape
+from zplan.planner.fused import WEIGHT_SUM, chunk_tokens
 from zplan.planner.ledger import Line, Source
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
@@ -179,6 +180,10 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
         )
+    if choice.kernels == "fused" and not (arch.runnable and arch.family == "llama"):
+        raise ZplanError(
+            f"there are no fused kernels for blocks of model_type `{arch.family}`", 'use "kernels": "torch"'
+        )
     if arch.family == "llama" and (arch.head_dim < 4 or arch.head_dim % 2):
         raise ZplanError(
             f"heads of width {arch.head_dim} have no rotary halves that attention kernels take",
@@ -197,6 +202,11 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
 
 def _check_class(arch: Architecture, choice: Choice) -> None:
     """Refuse what the op lists of Hugging Face classes leave out."""
+    if choice.cross_entropy == "fused":
+        raise ZplanError(
+            f"the class of model_type `{arch.family}` makes its logits itself, so they are always whole",
+            'use "cross_entropy": "plain"',
+        )
     fused, window = choice.attention == "sdpa", arch.trait("window")
     if fused and arch.family == "gemma2":
         raise ZplanError(f"the class of model_type `{arch.family}` refuses fused attention", "use --attention eager")
@@ -220,7 +230,8 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     positions, rows = (b * t, arch.max_seq + 2) if arch.family == "opt" else (t, arch.max_seq)
     tables = ((b * t, arch.vocab), (positions, rows), (b * t, arch.trait("types")))
     tokens, placed, typed = (embedding_sort_bytes(n, rows, arch.hidden) for n, rows in tables)
-    return monomials(b, t, (tokens, placed, typed))
+    chunk = chunk_tokens(b * t, arch.vocab, choice.itemsize)
+    return monomials(b, t, (tokens, placed, typed), chunk)
 
 
 def _simulation(arch: Architecture, choice: Choice) -> Simulation:
@@ -231,6 +242,8 @@ def _simulation(arch: Architecture, choice: Choice) -> Simulation:
         choice.precision,
         choice.checkpointing,
         choice.attention,
+        choice.kernels == "fused",
+        choice.cross_entropy == "fused",
         1 if choice.micro_batch == 1 else PRIME_B,
         1 if choice.seq == 1 else PRIME_T,
     )
@@ -243,13 +256,17 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     precision: Precision,
     checkpointing: Checkpointing,
     attention: Attention,
+    fused: bool,  # noqa: FBT001
+    fused_loss: bool,  # noqa: FBT001
     batch: int,
     seq: int,
 ) -> Simulation:
     table = DEVICES[device]
     tape = Tape(in_place_accumulation=table.in_place_accumulation)
     make = DecoderTape if arch.runnable else _class_tape(arch)
-    run = make(Aten(tape, table), arch, decoder_units(arch), ITEMSIZE[precision])
+    op = Aten(tape, table)
+    op.fused, op.fused_loss = fused, fused_loss
+    run = make(op, arch, decoder_units(arch), ITEMSIZE[precision])
     run.step(batch, seq, checkpointing, attention)
     return _read(tape)
 
@@ -278,6 +295,10 @@ def _read(tape: Tape) -> Simulation:
         if line_id == "grads.tied" and tape.phases[last] == "reduce.embed":
             # Added up in place, the head's gradient of a tied weight becomes the embedding's.
             parts = [(line_id, unit, first, last - 1), ("grads.embed", "embed", last, last)]
+        elif line_id.startswith("grads.") and line_id != "grads.tied" and s.born < turn:
+            # A weight's gradient that the forward summed up becomes, in fp32, what autograd leaves on the parameter.
+            landed = tape.phases.index(f"reduce.{unit}")
+            parts = [(f"act.{_kind(unit)}.weight_sum", unit, first, landed - 1), (line_id, unit, landed, last)]
         for key in parts:
             groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
     return Simulation(
@@ -313,6 +334,8 @@ def _line_id(tape: Tape, s: Storage, turn: int, last: int) -> str:
         return "act.loss.value" if s.label == "loss" else "act.loss.seed"
     if s.label == PARAMETER_GRADIENT:
         return f"grads.{_kind(own)}" if f"reduce.{own}" in tape.phases else "grads.tied"
+    if s.label == WEIGHT_SUM:
+        return f"act.{_kind(own)}.weight_sum"
     if s.label == "positions.ids":
         own = "positions"
     here = _unit(ends) == own

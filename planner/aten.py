@@ -106,6 +106,10 @@ class Aten:
 
     def __init__(self, tape: Tape, table: DeviceTable) -> None:
         self.tape, self.table = tape, table
+        self.fused = False
+        """Whether the built-in decoder runs our own kernels: `planner/fused.py`."""
+        self.fused_loss = False
+        """Whether its head and loss are one op."""
 
     def named(self, label: str, x: Value) -> Value:
         """Give a value's storage a name for people."""

@@ -14,6 +14,7 @@ Reduce = Literal["exchange", "scatter"]
 Transport = Literal["collectives", "copies"]
 Runtime = Literal["zplan", "deepspeed", "fsdp2", "ddp"]
 CrossEntropy = Literal["plain", "bf16", "chunked", "fused"]
+Kernels = Literal["torch", "fused"]
 Place = Literal["none", "cpu", "nvme"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -77,6 +78,8 @@ class Choice:
     reduce_dtype: Precision = "fp32"
     """dtype in which gradients are reduced and accumulated."""
     cross_entropy: CrossEntropy = "plain"
+    kernels: Kernels = "torch"
+    """`fused`: norms, gates and rotary embeddings of the built-in decoder by kernels of zplan's own."""
     checkpoint_every: int = 1
     """Blocks in one checkpointed segment."""
     checkpoint_offload: bool = False

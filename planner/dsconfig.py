@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
-from zplan.planner.config import Attention, Checkpointing, Choice, Precision, Reduce, Saving, Transport
+from zplan.planner.config import Attention, Checkpointing, Choice, Kernels, Precision, Reduce, Saving, Transport
 from zplan.planner.dsoptimizer import STARTS, explicit_optimizer, name_optimizer, optimizer_block, read_optimizer
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError
@@ -27,6 +27,9 @@ from zplan.planner.reading import (
     want_one_of,
 )
 from zplan.planner.schedules import Schedule, read_schedule
+
+Loss = Literal["plain", "fused"]
+"""Kinds of cross-entropy that the built-in decoder has."""
 
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
@@ -79,6 +82,10 @@ class TrainingConfig:
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
     """None: copies where every GPU of the one host can read the others' memory, collectives elsewhere."""
+    cross_entropy: Loss = "plain"
+    """`fused`: the built-in decoder's head and loss in one, without whole logits."""
+    kernels: Kernels = "torch"
+    """`fused`: norms, gates and rotary embeddings of the built-in decoder by zplan's own kernels."""
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
     seq: int | None = None
@@ -110,7 +117,18 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 
 _EXTRA_INTS = ("ring_slots", "seq")
-EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention", "compile", "reduce", "transport", "saving", "optimizer")
+EXTRAS = (
+    *_EXTRA_INTS,
+    "checkpointing",
+    "attention",
+    "cross_entropy",
+    "kernels",
+    "compile",
+    "reduce",
+    "transport",
+    "saving",
+    "optimizer",
+)
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -334,6 +352,8 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     words = {
         "checkpointing": Checkpointing,
         "attention": Attention,
+        "cross_entropy": Loss,
+        "kernels": Kernels,
         "reduce": Reduce,
         "transport": Transport,
         "saving": Saving,

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from zplan.planner import fused
 from zplan.planner.aten import BOOL, FP32, INT64, Aten
 from zplan.planner.config import Attention, Checkpointing
 from zplan.planner.models import Architecture, Unit
@@ -43,6 +44,8 @@ def _outer(op: Aten, a: Value, b: Value) -> Value:
 
 
 def rotate(op: Aten, x: Value, cos: Value, sin: Value) -> Value:
+    if op.fused:
+        return fused.rotary(op, x, cos, sin)
     cos, sin = op.unsqueeze(cos, 1), op.unsqueeze(sin, 1)
     a, b = op.split(x, 2)
     return op.cat((op.sub(op.mul(a, cos), op.mul(b, sin)), op.add(op.mul(b, cos), op.mul(a, sin))))
@@ -82,7 +85,19 @@ def llama_block(op: Aten, p: Params, arch: Architecture, attention: Attention) -
             attend(op, op.transpose(q, 1, 2), op.transpose(k, 1, 2), op.transpose(v, 1, 2), attention), p["o.weight"]
         )
 
+    def norm(x: Value, weight: Value) -> Value:
+        return fused.rms_norm(op, x, weight) if op.fused else op.rms_norm(x, weight)
+
     def feed(x: Value) -> Value:
+        if op.fused:
+            gate, up = p["gate.weight"], p["up.weight"]
+            return op.linear(
+                op.named(
+                    "silu(gate) * up",
+                    fused.swiglu(op, op.named("gate", op.linear(x, gate)), op.named("up", op.linear(x, up))),
+                ),
+                p["down.weight"],
+            )
         return op.linear(
             op.named(
                 "silu(gate) * up",
@@ -95,9 +110,9 @@ def llama_block(op: Aten, p: Params, arch: Architecture, attention: Attention) -
         )
 
     def run(x: Value, cos: Value, sin: Value) -> Value:
-        x = op.add(x, attention_part(op.rms_norm(x, p["norm1.weight"]), cos, sin))
+        x = op.add(x, attention_part(norm(x, p["norm1.weight"]), cos, sin))
         op.named("after attention", x)
-        return op.named("output", op.add(x, feed(op.rms_norm(x, p["norm2.weight"]))))
+        return op.named("output", op.add(x, feed(norm(x, p["norm2.weight"]))))
 
     return run
 
@@ -196,6 +211,8 @@ class DecoderTape(StepTape):
         )
 
     def _norm(self, x: Value) -> Value:
+        if self.arch.family == "llama" and self.op.fused:
+            return fused.rms_norm(self.op, x, self.params["norm.weight"])
         if self.arch.family == "llama":
             return self.op.rms_norm(x, self.params["norm.weight"])
         return self.op.layer_norm(x, self.params["norm.weight"], self.params["norm.bias"])
@@ -204,9 +221,25 @@ class DecoderTape(StepTape):
         return self.op.linear(x, self.params["embed.weight" if self.arch.tied else "head.weight"])
 
     def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+        if self.op.fused_loss:
+            return self._fused_loss(self.features(ids, checkpointing, attention), labels)
         return self._cross_entropy(
             self.op.to(self._logits(self.features(ids, checkpointing, attention)), FP32),
             labels.view((labels.numel,), (1,)),
+        )
+
+    def _fused_loss(self, x: Value, labels: Value) -> Value:
+        loss = self.unit("head", self._head_and_loss, x, labels)
+        # The features are an argument of the head until its hooks have run.
+        self.tape.enter("loss")
+        return loss
+
+    def _head_and_loss(self, x: Value, labels: Value) -> Value:
+        weight = self.params["embed.weight" if self.arch.tied else "head.weight"]
+        rows = self.op.view(x, (labels.numel, x.shape[-1]))
+        target = labels.view((labels.numel,), (1,))
+        return self.op.named(
+            "loss", fused.linear_cross_entropy(self.op, rows, weight, target, direct=not self.arch.tied)
         )
 
     def _logits(self, x: Value) -> Value:

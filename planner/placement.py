@@ -85,7 +85,8 @@ def shards_states(choice: Choice) -> bool:
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     """Placement of every unit that has parameters, in forward order."""
     # A search asks for many choices that differ only in what moves no parameter.
-    return _place(spec, replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa"))
+    same = replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa")
+    return _place(spec, replace(same, cross_entropy="plain", kernels="torch"))
 
 
 @lru_cache(maxsize=64)

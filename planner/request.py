@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from zplan.planner.config import Attention, Checkpointing, Device, Precision, Reduce, Saving, Transport
+from zplan.planner.config import (
+    Attention,
+    Checkpointing,
+    CrossEntropy,
+    Device,
+    Kernels,
+    Precision,
+    Reduce,
+    Saving,
+    Transport,
+)
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.optimizers import RUNNABLE
 from zplan.planner.units import parse_bytes, parse_count
@@ -32,6 +42,8 @@ OPTION = {
     "compile": "--compile",
     "reduce": "`reduce`",
     "transport": "`transport`",
+    "cross_entropy": "`cross_entropy`",
+    "kernels": "`kernels`",
     "saving": "`saving`",
     "piece_numel": "`reduce_bucket_size`",
     "optimizer": "--optimizer",
@@ -169,6 +181,8 @@ _WORDS = {
     "device": get_args(Device),
     "reduce": get_args(Reduce),
     "transport": get_args(Transport),
+    "cross_entropy": get_args(CrossEntropy),
+    "kernels": get_args(Kernels),
     "saving": get_args(Saving),
     "optimizer": RUNNABLE,
 }

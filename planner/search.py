@@ -134,6 +134,8 @@ class Search:
         names = (
             "precision",
             "attention",
+            "cross_entropy",
+            "kernels",
             "ring_slots",
             "piece_numel",
             "device",

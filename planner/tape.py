@@ -29,10 +29,11 @@ from zplan.planner.strides import dense_like, is_dense, row_major
 PRIME_B, PRIME_T = 2**31 - 1, 2**61 - 1
 BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 """Exponents of (B, T) of every size that occurs."""
-TILE_32, TILE_128, SORT, SORT_POSITIONS, SORT_TYPES = range(len(BASIS), len(BASIS) + 5)
+TILE_32, TILE_128, SORT, SORT_POSITIONS, SORT_TYPES, CHUNK = range(len(BASIS), len(BASIS) + 6)
 """Indices of more monomials: B times T rounded up to 32 or to 128, the tiles of attention kernels; bytes that the
-backward of an embedding of tokens takes to sort their ids, of one of positions, and of one of types."""
-WIDTH = len(BASIS) + 5
+backward of an embedding of tokens takes to sort their ids, of one of positions, and of one of types; tokens
+whose logits exist at once."""
+WIDTH = len(BASIS) + 6
 
 PARAMETER_GRADIENT = "parameter gradient"
 
@@ -40,9 +41,9 @@ Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
 
 
-def monomials(b: int, t: int, sort_bytes: tuple[int, int, int]) -> tuple[int, ...]:
+def monomials(b: int, t: int, sort_bytes: tuple[int, int, int], chunk: int) -> tuple[int, ...]:
     """Values of all monomials, those of the kernels' half included, at batch `b` and sequence `t`."""
-    values = (*(b**i * t**j for i, j in BASIS), b * ceil_to(t, 32), b * ceil_to(t, 128), *sort_bytes)
+    values = (*(b**i * t**j for i, j in BASIS), b * ceil_to(t, 32), b * ceil_to(t, 128), *sort_bytes, chunk)
     return values + values
 
 
@@ -88,6 +89,12 @@ class Value:
     def alias(self) -> Value:
         """The same bytes without the node: what autograd keeps, and what a gradient that is passed on is."""
         return Value(self.tape, self.storage, self.shape, self.strides, self.itemsize)
+
+    def widened(self, itemsize: int) -> Value:
+        """A parameter whose gradient may come in another itemsize than its own."""
+        out = Value(self.tape, self.storage, self.shape, self.strides, itemsize)
+        out.node, out.output_nr = self.node, self.output_nr
+        return out
 
     def alias_with_node(self) -> Value:
         out = self.alias()
@@ -218,7 +225,7 @@ class Tape:
         return self._value(tuple(shape), itemsize, row_major(shape), Storage(0, 0, "buffer", 0))
 
     def padded(self, nbytes: int, tile: int, label: str, *, kernel: bool = False) -> Value:
-        """`nbytes` per sequence and per token of a sequence rounded up to a tile."""
+        """`nbytes` per sequence and per token of a sequence rounded up to a tile; or (`CHUNK`) per token of a chunk."""
         at = tile + WIDTH * kernel
         return self._value((nbytes,), 1, (1,), self._allocate(at, nbytes, label))
 

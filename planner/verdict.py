@@ -106,6 +106,8 @@ _DEFAULTS: dict[str, str] = {
     "optimizer": "two fp32 moments and an fp32 master weight",
     "precision": "16-bit weights with fp32 master weights and reduction",
     "attention": "torch's fused attention keeps no score matrix",
+    "cross_entropy": "torch's, from whole logits in fp32; `fused` never holds them in full",
+    "kernels": "torch's own norms, gates and rotary embeddings",
     "ring_slots": "one block computes while the next is gathered",
     "piece_numel": "128 MiB in fp32: long enough for full bandwidth",
     "device": "a GPU unless --device cpu",

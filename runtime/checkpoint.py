@@ -70,6 +70,7 @@ class Checkpoints:
         self.frozen = FrozenFiles(engine)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
+        self.sweeper = folder.Sweeper()
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -161,6 +162,7 @@ class Checkpoints:
             if self.engine.rank != 0:
                 return ""
             try:
+                self.sweeper.wait()
                 request.root.mkdir(parents=True, exist_ok=True)
                 lock = folder.WriteLock(request.root)
                 return str(folder.prepare(request.root, request.manifest.tag, overwrite=request.overwrite))
@@ -214,7 +216,7 @@ class Checkpoints:
         try:
             folder.commit(request.root, partial, manifest)
             if request.keep is not None:
-                folder.purge(request.root, request.keep, just_written=manifest.tag)
+                self.sweeper.start(folder.hide_old(request.root, request.keep, just_written=manifest.tag))
         except OSError as error:
             raise folder.unwritable(request.root / manifest.tag, error) from None
         return ""
@@ -261,7 +263,8 @@ class Checkpoints:
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Give the snapshot's memory back."""
+        """Give the snapshot's memory back, and be done with deleting."""
+        self.sweeper.wait()
         if self.snapshot is not None:
             self.copies.clear()
             self.engine.arena.unlock()

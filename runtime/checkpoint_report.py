@@ -112,20 +112,18 @@ def differences(a: Checkpoint, b: Checkpoint) -> list[Difference]:
     """
     ours, theirs = a.manifest.parameters, b.manifest.parameters
     if set(ours) != set(theirs):
-        here, there = ({p.name: f"{p.shape}{' frozen' * p.frozen}" for p in side} for side in (ours, theirs))
+        here, there = (
+            {p.name: f"{p.shape} {'frozen' if p.frozen else 'with ' + ', '.join(p.states)}" for p in side}
+            for side in (ours, theirs)
+        )
         odd = next(n for n in [*here, *there] if here.get(n) != there.get(n))
         raise ZplanError(
             f"the checkpoints are of different models: `{odd}` is {here.get(odd, 'missing')} in the first and "
             f"{there.get(odd, 'missing')} in the second"
         )
-    if a.manifest.states != b.manifest.states:
-        raise ZplanError(
-            f"the checkpoints are of different optimizers: one holds {', '.join(a.manifest.states)} and the other "
-            f"{', '.join(b.manifest.states)}"
-        )
     out = []
     for p in ours:
-        for state in a.manifest.states_of(p):
+        for state in p.states:
             count, largest = _compare(a, b, state, p)
             if count:
                 out.append(Difference(state, p.name, count, largest))

@@ -2,8 +2,8 @@
 
 [Note: write path] Three things happen at once: this thread brings ranges to the host (a copy only where they lie on a
 GPU), one sums them, one hands them to the kernel and tells it every `FLUSH_BYTES` to start on the disk already, so that
-the one fsync at the end finds little left to do. Memory beside the states is `AHEAD` ranges when they lie on a GPU, and
-nothing on the CPU.
+the one fsync at the end finds little left to do. Memory beside the states is `AHEAD + 1` ranges when they lie on a GPU,
+and nothing on the CPU.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from zplan.runtime.checkpoint_format import (
     RankIndex,
     Stored,
     rank_files,
-    safetensors_header,
 )
+from zplan.runtime.checkpoint_header import safetensors_header
 
 Source = tuple[Range, Tensor]
 """A range and its values: 1D, contiguous, on any device."""
 
-AHEAD = 3
-"""Ranges on their way to the disk at once."""
+AHEAD = 2
+"""Ranges on their way to the disk while the next one is brought to the host."""
 
 FLUSH_BYTES = 32 * 2**20
 """How much is left to the page cache before the kernel is asked to write it."""
@@ -156,7 +156,7 @@ def _write_data(path: Path, header: bytes, sources: Sequence[Source]) -> tuple[S
             for range_, tensor in sources:
                 values = staging.host_bytes(tensor)
                 pending.append((range_, summer.submit(zlib.crc32, values), writer.submit(stream.write, values)))
-                if len(pending) == AHEAD:
+                if len(pending) > AHEAD:
                     settle()
             pending_header.result()
             while pending:
@@ -168,25 +168,30 @@ def _write_data(path: Path, header: bytes, sources: Sequence[Source]) -> tuple[S
 
 
 class Staging:
-    """Host memory that ranges on a GPU pass through: `AHEAD` buffers in turn, made at the first use."""
+    """Host memory that ranges on a GPU pass through: `AHEAD + 1` buffers in turn, made at their first use."""
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
         self.turn = 0
 
     def host_bytes(self, tensor: Tensor) -> memoryview:
-        """A 1D tensor's bytes on the host, valid until `AHEAD` more are asked for; no copy where they lie there."""
-        if tensor.device.type == "cpu":
+        """A 1D tensor's bytes on the host, valid for the next `AHEAD` calls; no copy where they lie there."""
+        if on_host(tensor):
             return host_bytes(tensor)
-        if len(self.buffers) < AHEAD:
+        if len(self.buffers) <= AHEAD:
             self.buffers.append(torch.empty(0, dtype=torch.uint8))
         raw = tensor.detach().view(torch.uint8)
         if self.buffers[self.turn].numel() < raw.numel():
             self.buffers[self.turn] = torch.empty(raw.numel(), dtype=torch.uint8)
         copy = self.buffers[self.turn][: raw.numel()]
         copy.copy_(raw)
-        self.turn = (self.turn + 1) % AHEAD
+        self.turn = (self.turn + 1) % (AHEAD + 1)
         return memoryview(copy.numpy())
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether a tensor's bytes can be written from where they are."""
+    return tensor.device.type == "cpu"
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

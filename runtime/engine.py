@@ -487,6 +487,8 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         precision=training.precision,
         checkpointing=training.checkpointing,
         attention=training.attention,
+        cross_entropy=training.cross_entropy,
+        kernels=training.kernels,
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",

@@ -12,13 +12,16 @@ follows it: the next unit in forward, the one before in backward. Under `no_grad
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zplan.cuda_ops.linear_cross_entropy import give_gradient_to
 from zplan.planner.errors import ZplanError
 from zplan.runtime.calls import Call, Calls, Schedule
 from zplan.runtime.detect import Found
@@ -80,6 +83,9 @@ class Hooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        for unit in self.flat.values():
+            for p in unit.params:
+                give_gradient_to(p, None)
 
     def phase(self, name: str) -> None:
         if self.on_phase is not None:
@@ -100,6 +106,10 @@ class Hooks:
             unit = self.flat[name]
             for i, p in enumerate(unit.params):
                 self.handles.append(p.register_post_accumulate_grad_hook(lambda _p, u=unit, i=i: self._landed(u, i)))
+                if len(self.users[name]) == 1:
+                    # A tied weight's gradients are left to autograd, which adds them up. Of one that is taken here it
+                    # still says when it has landed. Weakly, as the unit holds the parameter that is the key.
+                    give_gradient_to(p, partial(_take, weakref.ref(unit), i))
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -385,6 +395,12 @@ class Hooks:
         self.begun.clear()
         self.schedule.start_backward()
         self.in_task = False
+
+
+def _take(unit: weakref.ref[FlatUnit], index: int, grad: Tensor) -> None:
+    owner = unit()
+    assert owner is not None, "a gradient without a unit"
+    owner.take_grad(index, grad)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -61,6 +61,8 @@ class FlatUnit:
         """`grad` holds gradients of this step, to be added to."""
         self.summed = False
         """They have been summed over ranks (whole gradients only)."""
+        self.summed_grads: dict[int, Tensor] = {}
+        """Gradients that came in fp32 past autograd, by index of their parameter."""
         self.landed: set[int] = set()
         """Indices of parameters whose gradient of this backward is there."""
 
@@ -160,10 +162,19 @@ class FlatUnit:
             part = grad.reshape(-1)[lo - entry.offset : hi - entry.offset]
             into.add_(part) if add else into.copy_(part)
 
+    def take_grad(self, index: int, grad: Tensor) -> None:
+        """Keep the fp32 gradient of one parameter, or add it to what came before."""
+        before = self.summed_grads.get(index)
+        self.summed_grads[index] = grad if before is None else before.add_(grad)
+
     def release_grads(self) -> list[Tensor | None]:
-        """Take the gradients that autograd left on the parameters off them."""
+        """Take the gradients that autograd left on the parameters off them, and those that came past it."""
         grads = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
+        for i, summed in self.summed_grads.items():
+            left = grads[i]
+            grads[i] = summed if left is None else summed.add_(left)
+        self.summed_grads.clear()
         self.landed.clear()
         return grads

@@ -127,6 +127,8 @@ def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Te
     for p in u.params:
         if p.grad is not None and not isinstance(p.grad, ReducedGradient):
             yield f"grads.{name}", p.grad
+    for summed in u.summed_grads.values():
+        yield f"grads.{name}", summed
     if u.master is not None:
         yield f"{'optim.master' if u.placement.has_master else 'params.shard'}.{name}", u.master
     for state, tensor in u.states.items():
@@ -287,7 +289,8 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
     next phase on.
     """
     first, last = span
-    if line.kind == "activations" and first > turn and not line.id.endswith(IN_FLIGHT):
+    # Instances of another size have a line of their own, whose name goes on.
+    if line.kind == "activations" and first > turn and not line.id.partition(".other")[0].endswith(IN_FLIGHT):
         return first <= at + 1 <= last
     return first <= at < last
 

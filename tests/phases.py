@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from zplan.cuda_ops.linear_cross_entropy import give_gradient_to
 from zplan.planner.config import Choice
 from zplan.planner.models import Architecture, decoder_units
 from zplan.runtime.decoder import Decoder
@@ -32,6 +33,17 @@ class Observer(Protocol):
     def enter(self, phase: str) -> None: ...
 
 
+def decoder_of(arch: Architecture, choice: Choice) -> Decoder:
+    """The bare model of a choice."""
+    return Decoder(
+        arch,
+        checkpointing=choice.checkpointing,
+        attention=choice.attention,
+        cross_entropy=choice.cross_entropy,
+        kernels=choice.kernels,
+    )
+
+
 def unit_modules(model: Decoder) -> dict[str, nn.Module]:
     return {u.name: model.get_submodule(u.name) for u in decoder_units(model.arch)}
 
@@ -39,6 +51,7 @@ def unit_modules(model: Decoder) -> dict[str, nn.Module]:
 def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # noqa: C901  (four small hooks)
     """Hooks that enter the phases. A unit's gradients stay until the next unit's have landed, as in the runtime."""
     retained: list[Tensor] = []
+    summed: dict[nn.Parameter, Tensor] = {}
 
     def recomputing() -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -64,7 +77,7 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
                 retained.clear()
                 registry.enter(f"reduce.{name}")
                 missing[0] = len(params)
-                retained.extend(p.grad for p in params)
+                retained.extend(summed.pop(p, p.grad) for p in params)
                 for p in params:
                     p.grad = None
                 if params[0] is first:
@@ -83,6 +96,8 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
         hook = reduce(name, params)
         for p in params:
             p.register_post_accumulate_grad_hook(hook)
+            if name == "head":
+                give_gradient_to(p, lambda grad, p=p: summed.update({p: grad}))
 
 
 class AllocatorMeter:
@@ -102,7 +117,7 @@ class AllocatorMeter:
 def allocator_peaks(arch: Architecture, choice: Choice) -> dict[str, int]:
     """What the second step holds beside the parameters and cuBLAS's workspaces, by phase, on a GPU."""
     with torch.device("cuda"):
-        model = Decoder(arch, checkpointing=choice.checkpointing, attention=choice.attention)
+        model = decoder_of(arch, choice)
     model.to(DTYPES[choice.precision])
     meter = AllocatorMeter()
     mark_phases(unit_modules(model), meter)

@@ -26,7 +26,8 @@ def train(
     losses, norms = [], []
     meter = Meter(torch.device("cpu")) if metered else None
     with meter or nullcontext():
-        model = w.build(arch, config["zplan"]["checkpointing"])
+        parts = {k: v for k, v in config["zplan"].items() if k in ("cross_entropy", "kernels")}
+        model = w.build(arch, config["zplan"]["checkpointing"], **parts)
         engine, *_ = initialize(model=model, config=config, init=w.fill, checked=checked)
         if meter is not None:
             meter.attach(engine)
@@ -110,6 +111,29 @@ def test_bf16_equals_one_process(run_ranks, stage, accumulation, world_size):
     results = run_ranks(world_size, train, "llama", config, 10, False, True)
     exact(results)
     close_to_reference(results, reference("llama", 10, world_size, accumulation, torch.bfloat16), 1e-3, norms=1e-2)
+
+
+OWN = {"cross_entropy": "fused", "kernels": "fused"}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "arch", "checkpointing"),
+    [(0, 2, "llama", "none"), (1, 1, "llama-tied", "full"), (3, 1, "llama4", "full"), (3, 2, "llama-tied", "none")],
+)
+def test_fused_kernels_equal_one_process_and_their_ledger(run_ranks, stage, accumulation, arch, checkpointing):
+    config = w.config(stage, accumulation, checkpointing=checkpointing, piece=16384, **OWN)
+    results = run_ranks(2, train, arch, config, 6, True, True)
+    exact(results)
+    close_to_reference(results, reference(arch, 6, 2, accumulation, torch.float32), 1e-6)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fused_kernels_in_bf16(run_ranks, stage):
+    results = run_ranks(2, train, "llama", w.config(stage, precision="bf16", **OWN), 6, False, True)
+    exact(results)
+    close_to_reference(results, reference("llama", 6, 2, 1, torch.bfloat16), 1e-3, norms=1e-2)
 
 
 @pytest.mark.gloo

@@ -14,11 +14,15 @@ struct Row {
 };
 
 // Logits of -inf alone weigh nothing, and must not become inf - inf. One of +inf makes everything NaN, as it should.
-__device__ __forceinline__ float base_of(float most) { return most == -INFINITE ? 0.0f : most * LOG2E; }
+__device__ __forceinline__ float base_of(float most) { return most == -INFINITE ? 0.0f : most; }
+
+// exp(x - base): the difference first, so that it is exactly 1 where both are equal. A product of x and log2(e) less one
+// of the base would be off by the rounding of the latter, once more in every join.
+__device__ __forceinline__ float share(float x, float base) { return exp2f((x - base) * LOG2E); }
 
 __device__ __forceinline__ Row join(Row a, Row b) {
     float most = fmaxf(a.most, b.most), base = base_of(most);
-    float sum = a.sum * exp2f(fmaf(a.most, LOG2E, -base)) + b.sum * exp2f(fmaf(b.most, LOG2E, -base));
+    float sum = a.sum * share(a.most, base) + b.sum * share(b.most, base);
     return {most, sum, a.total + b.total};
 }
 
@@ -46,12 +50,12 @@ template <int COUNT> __device__ __forceinline__ void take(Row& r, const float* x
     for (int k = 0; k < COUNT; k++) most = fmaxf(most, x[k]);
     float base = base_of(most);
     if (most > r.most) {
-        r.sum *= exp2f(fmaf(r.most, LOG2E, -base));
+        r.sum *= share(r.most, base);
         r.most = most;
     }
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
-        r.sum += exp2f(fmaf(x[k], LOG2E, -base));
+        r.sum += share(x[k], base);
         r.total += x[k];
     }
 }
@@ -112,7 +116,7 @@ __device__ __forceinline__ void second_pass(
             if (i >= body) continue;
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) {
-                float y = scale == 0.0f ? 0.0f : fmaf(exp2f(fmaf(x[u][k], LOG2E, -base)), scale, -even);
+                float y = scale == 0.0f ? 0.0f : fmaf(share(x[u][k], base), scale, -even);
                 x[u][k] = i + k == target ? y - hit : y;
             }
             Pack<KIND>::store(row, i, x[u]);
@@ -121,7 +125,7 @@ __device__ __forceinline__ void second_pass(
     if (threadIdx.x < vocab - body) {
         i64 i = body + threadIdx.x;
         float x = Format<KIND>::load(row, i);
-        float y = scale == 0.0f ? 0.0f : fmaf(exp2f(fmaf(x, LOG2E, -base)), scale, -even);
+        float y = scale == 0.0f ? 0.0f : fmaf(share(x, base), scale, -even);
         Format<KIND>::store(row, i, i == target ? y - hit : y);
     }
 }
