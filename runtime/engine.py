@@ -428,6 +428,12 @@ class Engine(nn.Module):
         from zplan.runtime.hf_export import export_engine
 
         self._alive()
+        quantized = next((u.name for u in self.units if u.placement.unit.constant_bytes), None)
+        if quantized is not None:
+            raise ZplanError(
+                f"`{quantized}` is quantized, and a 16-bit folder can't hold it",
+                "save what was trained: `with zplan.summon(model): model.save_pretrained(folder)` writes adapters",
+            )
         self.checkpoints.between_steps("export")
         export_engine(self, Path(save_dir))
         return Path(save_dir)
