@@ -31,6 +31,7 @@ from zplan.runtime.hooks import Hooks
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh
 from zplan.runtime.optimizer import ShardedOptimizer
+from zplan.runtime.penalty import Penalty
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.schedule import Scheduler
 from zplan.runtime.sentinel import Sentinels
@@ -123,6 +124,7 @@ class Engine(nn.Module):
             load_weights(self, weights)
         self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
         self.reducer.landed = self.optimizer.landed
+        self._penalty = Penalty(self.optimizer, self.collectives)
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         blocks_run = [f.module for f in found if f.unit.kind == "block"]
@@ -245,6 +247,7 @@ class Engine(nn.Module):
             self.optimizer.scaler.check(self.global_steps)
         if self.scheduler is not None:
             self.scheduler.before_step()
+        self._penalty.apply()
         self.optimizer.measure(self.collectives)
         # What the next forward needs first is updated first, and gathered while the rest is updated.
         first, rest = self.hooks.split_schedule(FIRST_UNITS)
@@ -266,6 +269,21 @@ class Engine(nn.Module):
         self._check_replicas()
         self.hooks.phase("idle")
 
+    def penalty(self, *, l1: float = 0.0, l2: float = 0.0) -> Tensor:
+        """Add `l1 * sum(|p|) + l2 * sum(p**2)` over all trained parameters to the loss of the coming step.
+
+        The way to such a term at stage 3, where parameters are not whole outside their units. Call it once in a step,
+        between its first forward and `step`, on every rank; it counts once, whatever the accumulation. Its gradient is
+        in norm and clipping. Costs a pass over weights and gradients.
+
+        Returns
+        -------
+        Tensor
+            Its value, 0-dim fp32 on the device, without a graph: for logs.
+        """
+        self._alive()
+        return self._penalty.add(l1, l2)
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip this step's gradients to a global L2 norm, instead of the config's, and return the norm before that.
@@ -283,6 +301,7 @@ class Engine(nn.Module):
                 f"`clip_grad_norm_` after {self.reducer.micro_step} of {self.choice.accumulation} micro-steps",
                 "call it right before the step that is applied (`engine.is_gradient_accumulation_boundary()`)",
             )
+        self._penalty.apply()
         self.optimizer.measure(self.collectives, clip=max_norm)
         return self.grad_norm
 
@@ -290,6 +309,7 @@ class Engine(nn.Module):
         """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it."""
         self.sentinels.hide()
         self.hooks.reset_backward()
+        self._penalty.forget()
         self.optimizer.finish()
         self.reducer.abandon()
         for unit in self.units:
