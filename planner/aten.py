@@ -565,8 +565,8 @@ class Aten:
         else:
             out = self.like(q, "attention output")
             lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
-        # A generator's seed and offset, unused without dropout but there.
-        seeds = {"cpu": (), "flash": (2, 1), "efficient": (1, 1)}[kernel]
+        # A generator's seed and offset, unused without dropout but there; for fp32 they are numbers on the host.
+        seeds = {"cpu": (), "flash": (2, 1), "efficient": ()}[kernel]
         philox = [self.tape.new((n,), INT64, "philox") for n in seeds]
         self.tape.finish(node, out, saved=[out, lse, *philox])
         return out

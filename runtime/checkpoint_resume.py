@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zplan.planner.errors import ZplanError
 from zplan.runtime import checkpoint_folder as folder
-from zplan.runtime.checkpoint_format import Damaged, Manifest
+from zplan.runtime.checkpoint_format import OTHER, Damaged, Manifest
 from zplan.runtime.checkpoint_frozen import FrozenFiles
 from zplan.runtime.checkpoint_load import check_model, load_unit, parameters_of
 from zplan.runtime.checkpoint_read import Checkpoint
@@ -106,7 +106,7 @@ class Loader:
             if started:
                 raise Damaged(
                     f"{error.message}; this engine's states are now partly those of `{path}`",
-                    "load another checkpoint before you train on",
+                    f"load another checkpoint before you train on: {OTHER}",
                 ) from None
             raise
         manifest = opened[0].manifest

@@ -40,6 +40,9 @@ KNOWN_CLASSES = ("zplan.runtime.decoder", "transformers.models.")
 """Where models come from whose embeddings and heads are read by their own forward alone, unless they are tied. In other
 models a weight may be used by hand (`x @ embed.weight.T`), which asks for a resident unit."""
 
+PLAIN_CLASSES = ("torch.nn.", "zplan.runtime.decoder")
+"""Where their embeddings and linear layers come from."""
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called themselves: what they hold is a unit of the module around them, or has units of its own."""
 
@@ -85,7 +88,8 @@ def find_units(
         if any(_matches(name, pattern) for pattern in resident):
             kind = "other"
         f = _own(name, kind, module, params, owner, groups or {})
-        if known and kind in ("embed", "head") and type(module) in (nn.Embedding, nn.Linear):
+        plain = isinstance(module, (nn.Embedding, nn.Linear)) and type(module).__module__.startswith(PLAIN_CLASSES)
+        if known and kind in ("embed", "head") and plain:
             f.unit = replace(f.unit, guest=True)
         if f.params or f.frozen or f.reads:
             found.append(f)

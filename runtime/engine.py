@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from zplan.planner.config import Choice, Transport
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
+from zplan.planner.fused import check_compiled
 from zplan.planner.placement import place_units, shards_states
 from zplan.runtime.arena import Arena
 from zplan.runtime.checkpoint import Checkpoints, Resume
@@ -128,6 +129,7 @@ class Engine(nn.Module):
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         blocks_run = [f.module for f in found if f.unit.kind == "block"]
+        check_compiled(self.choice)
         self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = LISTENERS[-1] if LISTENERS else None

@@ -36,8 +36,8 @@ from zplan.runtime.unit import FlatUnit
 ACTIVATIONS = "act"
 """Name under which the walk puts what no owner holds."""
 
-WORKSPACES = (CUBLAS, CUBLASLT)
-"""The only overheads that lie inside torch's allocator."""
+WORKSPACES = (CUBLAS, CUBLASLT, "shared.tables")
+"""What torch takes from its allocator for itself: the only overheads in there, and tables of symmetric memory."""
 
 BACKWARD = "backward"
 """Birth of everything that backward made."""
