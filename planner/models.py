@@ -44,6 +44,8 @@ class Unit:
     """No gradient, no optimizer state. Frozen parameters of a module are a unit beside its trainable ones."""
     itemsize: int | None = None
     """Bytes of one element where they keep a dtype of their own (frozen integers); None for the compute dtype."""
+    constant_bytes: int = 0
+    """Of what a quantizer keeps beside its integers: scales and code tables."""
     guest: bool = False
     """An embedding or a head whose weight is known to be read in its own module's forward alone, so that it may borrow
     a slot of the blocks' ring."""

@@ -79,8 +79,7 @@ def pace_of(gpu: str | None) -> Pace:
     import csv
     import os
 
-    from zplan.planner.hardware import find_gpu
-    from zplan.planner.hardware import DATA
+    from zplan.planner.hardware import DATA, find_gpu
 
     name = find_gpu(gpu)[0].name
     with open(os.path.join(DATA, "gpus.csv"), encoding="utf-8", newline="") as f:

@@ -35,6 +35,7 @@ from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, m
 from zplan.runtime.mesh import Mesh
 from zplan.runtime.nonfinite import NonFinite, first_nonfinite
 from zplan.runtime.optimizer import ShardedOptimizer
+from zplan.runtime.penalty import Penalty
 from zplan.runtime.precision import LossScaler, suspects_of
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.schedule import Scheduler, TorchScheduler, scheduler_of
@@ -130,6 +131,7 @@ class Engine(nn.Module):
             load_weights(self, weights)
         self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
         self.reducer.landed = self.optimizer.landed
+        self._penalty = Penalty(self.optimizer, self.collectives)
         self.reducer.suspects = suspects_of(self.optimizer.scaler)
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
         """`initialize` puts a torch scheduler here."""
@@ -300,6 +302,7 @@ class Engine(nn.Module):
         suspects.looking = scaler.near_end()
 
     def _update(self) -> None:
+        self._penalty.apply()
         self.optimizer.measure(self.collectives)
         # What the next forward needs first is updated first, and gathered while the rest is updated.
         first, rest = self.hooks.split_schedule(FIRST_UNITS)
@@ -309,6 +312,21 @@ class Engine(nn.Module):
             for unit in first if units is first and self.hooks.ahead != 0 else ():
                 self.gatherer.prefetch(unit)
         self.hooks.open_early()
+
+    def penalty(self, *, l1: float = 0.0, l2: float = 0.0) -> Tensor:
+        """Add `l1 * sum(|p|) + l2 * sum(p**2)` over all trained parameters to the loss of the coming step.
+
+        The way to such a term at stage 3, where parameters are not whole outside their units. Call it once in a step,
+        between its first forward and `step`, on every rank; it counts once, whatever the accumulation. Its gradient is
+        in norm and clipping. Costs a pass over weights and gradients.
+
+        Returns
+        -------
+        Tensor
+            Its value, 0-dim fp32 on the device, without a graph: for logs.
+        """
+        self._alive()
+        return self._penalty.add(l1, l2)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -327,6 +345,7 @@ class Engine(nn.Module):
                 f"`clip_grad_norm_` after {self.reducer.micro_step} of {self.choice.accumulation} micro-steps",
                 "call it right before the step that is applied (`engine.is_gradient_accumulation_boundary()`)",
             )
+        self._penalty.apply()
         self.optimizer.measure(self.collectives, clip=max_norm)
         return self.grad_norm
 
@@ -334,6 +353,7 @@ class Engine(nn.Module):
         """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it."""
         self.sentinels.hide()
         self.hooks.reset_backward()
+        self._penalty.forget()
         self.optimizer.finish()
         self.reducer.abandon()
         for unit in self.units:
@@ -472,6 +492,12 @@ class Engine(nn.Module):
         from zplan.runtime.hf_export import export_engine
 
         self._alive()
+        quantized = next((u.name for u in self.units if u.placement.unit.constant_bytes), None)
+        if quantized is not None:
+            raise ZplanError(
+                f"`{quantized}` is quantized, and a 16-bit folder can't hold it",
+                "save what was trained: `with zplan.summon(model): model.save_pretrained(folder)` writes adapters",
+            )
         self.checkpoints.between_steps("export")
         export_engine(self, Path(save_dir))
         return Path(save_dir)

@@ -284,6 +284,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return [self._grad(u, piece) for piece in pieces]
         return [self._slice(u, u.states[state], piece) for piece in pieces]
 
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank keeps slices only."""
+        return shards_states(self.choice)
+
+    def weights(self, u: FlatUnit) -> list[Tensor]:
+        """This rank's slices of a unit's weights, as the step updates them."""
+        kept = u.flat if u.master is None else u.master
+        assert kept is not None, f"unit {u.name} has neither master nor flat buffer"
+        return [self._slice(u, kept, piece) for piece in self._pieces(u)]
+
     def set_lr(self, lr: float) -> None:
         """Set the first group's rate, and the others' in the proportions that they had at the start."""
         first = self.base_lrs[0]
