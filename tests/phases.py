@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -51,7 +52,7 @@ def unit_modules(model: Decoder) -> dict[str, nn.Module]:
 def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # noqa: C901  (four small hooks)
     """Hooks that enter the phases. A unit's gradients stay until the next unit's have landed, as in the runtime."""
     retained: list[Tensor] = []
-    summed: dict[nn.Parameter, Tensor] = {}
+    summed: dict[int, Tensor] = {}
 
     def recomputing() -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -78,7 +79,7 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
                 retained.clear()
                 registry.enter(f"reduce.{name}")
                 missing[0] = len(params)
-                retained.extend(summed.pop(p, p.grad) for p in params)
+                retained.extend(summed.pop(id(p), p.grad) for p in params)
                 for p in params:
                     p.grad = None
                 if params[0] is first:
@@ -99,7 +100,7 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
         for p in params:
             p.register_post_accumulate_grad_hook(hook)
             if name == "head":
-                give_gradient_to(p, lambda grad, p=p: summed.update({p: grad}))
+                give_gradient_to(p, partial(summed.__setitem__, id(p)))
 
 
 class AllocatorMeter:
