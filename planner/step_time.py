@@ -190,8 +190,9 @@ def wire(choice: Choice, hardware: Hardware, at: Speeds) -> Wire:
 
 
 def seconds_of(work: Work, at: Speeds) -> float:
-    """Of a unit's pass: matrix products at their share of the peak, the other ops at the memory's rate."""
-    return work.flops / (at.peak_flops * at.efficiency) + PASSES * work.written / at.hbm
+    """Of a unit's pass: products and attention at their shares of the peak, the other ops at the memory's rate."""
+    products = work.products / at.efficiency + work.attention / at.attention
+    return products / at.peak_flops + PASSES * work.written / at.hbm
 
 
 @dataclass(frozen=True)
