@@ -148,7 +148,9 @@ QUESTION = (
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
     click.option("--saving", metavar="HOW", help="foreground, or background: from a copy in host memory."),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
-    click.option("--efficiency", metavar="SHARE", help="Of the card's peak, in matrix products.  [default: 0.5]"),
+    click.option(
+        "--efficiency", metavar="SHARE", help="Of the card's peak, in matrix products.  [default: 0.5, A100 0.7]"
+    ),
     click.option("--network", metavar="GB/S", help="What a node sends to others.  [default: by the kind of card]"),
     click.option("--tokens", metavar="COUNT", help="Train on so many (20e9): hours and GPU-hours are told."),
     click.option("--epochs", type=int, metavar="N", help="Train so many times on --examples, instead of --tokens."),
