@@ -43,6 +43,10 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     every micro-step. Stages 1 and 2 gather every unit once, after the step. At stage 3 so do resident units; the others
     are gathered as `ring_gathers` says.
     """
+    if choice.runtime != "zplan":
+        from zplan.planner.peer_rate import peer_traffic
+
+        return peer_traffic(spec, choice)
     n, k = choice.world_size, choice.accumulation
     if placements is None:
         placements = place(spec, choice)

@@ -212,7 +212,8 @@ def test_no_command_shows_help(run):
 QUESTION = (
     "--model --params --gpus --nodes --mem --gpu --host-mem --nvme --margin --stage --offload --offload-params "
     "--offload-ratio --optimizer --accumulation --micro-batch --global-batch --seq --precision --checkpointing "
-    "--reduce-dtype --attention --device --saving --config --efficiency --network --tokens --epochs --examples "
+    "--reduce-dtype --attention --device --runtime --tp --pp --cp --hpz --saving --config --efficiency --network "
+    "--tokens --epochs --examples "
     "--price --offline "
 )
 FLAGS = {

@@ -23,9 +23,8 @@ SHAPES = {
     "tiny": (4, 64, 4, 2, 128, 96),
 }
 """Layers, hidden, heads, key-value heads, feed-forward, vocabulary of the measured decoder."""
-TOLERANCE = 0.01
-"""The allocator counts whole blocks: up to 80 MiB on 34 GiB more than was asked for."""
-INIT_TOLERANCE_MIB = 2
+TOLERANCE, MEAN = 0.03, 0.003
+"""Largest and mean error. The allocator counts whole blocks, up to 80 MiB on 34 GiB more than was asked for."""
 
 
 def shape(name: str) -> ModelSpec:
@@ -59,12 +58,21 @@ def ledger(spec: ModelSpec, choice: Choice, rank: int | None = 0) -> Ledger:
 
 
 def name_of(row: dict[str, str]) -> str:
-    words = [row[k] for k in ("runtime", "stage", "model", "gpus", "accumulation", "checkpointing", "allocator")]
+    words = [
+        row[k] for k in ("runtime", "stage", "model", "gpus", "rank", "accumulation", "checkpointing", "allocator")
+    ]
     return "-".join([*words, row["offload"], row["offload_params"]])
 
 
 @pytest.mark.parametrize("row", rows(), ids=name_of)
 def test_measured_peaks(row):
-    """Rank 0's peak, which is what the rows print."""
-    found = ledger(shape(row["model"]), choice_of(row)).peak_bytes() / MIB
-    assert found == pytest.approx(int(row["peak_mib"]), rel=TOLERANCE)
+    assert abs(error(row)) < TOLERANCE
+
+
+def test_measured_peaks_on_the_whole():
+    assert sum(abs(error(row)) for row in rows()) / len(rows()) < MEAN
+
+
+def error(row: dict[str, str]) -> float:
+    found = ledger(shape(row["model"]), choice_of(row), rank=int(row["rank"])).peak_bytes() / MIB
+    return found / int(row["peak_mib"]) - 1
