@@ -61,9 +61,21 @@ def _alternatives(spec: ModelSpec, choice: Choice, time: Timeline, rank: int | N
         return [stage0_lines(spec, choice, time)]
     if choice.stage == 3:
         return [stage3_lines(spec, choice, time)]
-    # Owners of the last layers and of the first ones; those between need no more than either.
-    ranks = sorted({0, choice.world_size - 1}) if rank is None else [rank]
+    ranks = _ranks(choice.world_size) if rank is None else [rank]
     steps: list[MicroStep] = ["last"]
     if choice.stage == 1 and choice.accumulation > 2:
         steps.append("earlier")
     return [stage12_lines(spec, choice, time, r, step) for r in ranks for step in steps]
+
+
+MOST_RANKS = 8
+
+
+def _ranks(world_size: int) -> list[int]:
+    """Ranks that may hold most: each of a few, else two at either end of the parameters.
+
+    Parts of many ranks are small, so which whole parameters they touch matters little.
+    """
+    if world_size <= MOST_RANKS:
+        return list(range(world_size))
+    return [0, 1, world_size - 2, world_size - 1]

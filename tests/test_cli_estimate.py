@@ -217,7 +217,7 @@ QUESTION = (
     "--price --offline "
 )
 FLAGS = {
-    "estimate": QUESTION + "--json --check",
+    "estimate": QUESTION + "--json --check --explain",
     "plan": QUESTION + "--out",
     "models": "--json",
     "gpus": "--json",

@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from zplan import __version__
+
+if TYPE_CHECKING:
+    from zplan.planner.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -173,11 +176,16 @@ def question(command: F) -> F:
 @question
 @click.option("--json", "as_json", is_flag=True, help="Print exact bytes as JSON.")
 @click.option("--check", is_flag=True, help="Exit with 1 when it does not fit.")
-def estimate(*, as_json: bool, check: bool, **asked: Any) -> int:
+@click.option(
+    "--explain", is_flag=False, flag_value="auto", metavar="[A,B]", help="Why stage B uses more than A, line by line."
+)
+def estimate(*, as_json: bool, check: bool, explain: str | None, **asked: Any) -> int:
     """Say whether a training fits, what it takes at each ZeRO stage, and how to run it."""
     from zplan.planner.api import answer
     from zplan.planner.request import make_request
 
+    if explain is not None:
+        return _explain(make_request(asked), explain, as_json=as_json)
     found = answer(make_request(asked))
     for note in found.notes:
         _note(note)
@@ -188,6 +196,14 @@ def estimate(*, as_json: bool, check: bool, **asked: Any) -> int:
 
         click.echo(report(found, colour=coloured()), nl=False, color=coloured())
     return 1 if check and not found.fits else 0
+
+
+def _explain(request: Request, pair: str, *, as_json: bool) -> int:
+    from zplan.planner.stage_differences import explain, explanation_json, explanation_text
+
+    found = explain(request, pair)
+    click.echo(explanation_json(found) if as_json else explanation_text(found), nl=False)
+    return 0
 
 
 @click.command(
