@@ -93,11 +93,11 @@ def _differences(first: Row, second: Row) -> list[Difference]:
     found = []
     for name in dict.fromkeys([*a, *b]):
         left, right = a.get(name, []), b.get(name, [])
-        sizes = [sum(n * x.nbytes for x, n in side) for side in (left, right)]
-        if sizes[0] != sizes[1]:
-            shown: Line = (left if sizes[0] > sizes[1] else right)[0][0]
+        before, then = (sum(n * x.nbytes for x, n in side) for side in (left, right))
+        if before != then:
+            shown: Line = (left if before > then else right)[0][0]
             source = f"{shown.source}: {shown.note}" if shown.note else shown.source
-            found.append(Difference(name, shown.kind, *sizes, source))
+            found.append(Difference(name, shown.kind, before, then, source))
     return sorted(found, key=lambda d: -abs(d.more_bytes))
 
 
