@@ -32,7 +32,6 @@ from zplan.planner.verdict import (
 )
 
 if TYPE_CHECKING:
-    from zplan.planner.interval import Margin
     from zplan.planner.plan_file import Plan
     from zplan.planner.remedies import Remedy
     from zplan.planner.timing import Timing
@@ -71,12 +70,14 @@ class Estimate:
     """What would make it fit; empty when it does."""
     traffic: tuple[Traffic, ...]
     """By stage, for the choices of `rows`."""
+    untimed: str
+    """Why `timings` is empty; empty where it is not."""
+    timings: tuple[Timing, ...]
+    """By stage, for the choices of `rows`: time of a step and cost of the training; empty where they can't be told."""
     activities: tuple[Activity, ...]
     """What the picked choice holds beside its steps; zplan's own runtime only."""
     tiers: tuple[TierUse, ...]
     """Device, host, pinned and NVMe at their fullest, over the step and what `zplan run` does beside it."""
-    timings: tuple[Timing, ...]
-    """By stage, for the choices of `rows`: time of a step and cost of the training; empty where they can't be told."""
     notes: tuple[str, ...]
 
     @property
@@ -238,6 +239,7 @@ def answer(request: Request) -> Estimate:
     others, uses = beside(search.model.spec, row, search.hardware)
     verdict = _judge(search, row, single)
     verdict = replace(verdict, text=verdict.text + whose_buffers(row))
+    times = _timings(search, rows)
     return Estimate(
         request=request,
         model=search.model,
@@ -248,13 +250,37 @@ def answer(request: Request) -> Estimate:
         single=single,
         decisions=decisions(search, row, rows),
         longest_seq=search.longest_seq(row) if counted(search.model.spec) else 0,
+        remedies=_remedies(search, row, uses),
         activities=others,
         tiers=uses,
-        remedies=_remedies(search, row) if not row.fits else _larger(row, uses, search.request.margin),
         traffic=tuple(search.traffic(r.choice) for r in rows),
-        timings=_timings(search, rows),
+        timings=times,
+        untimed="" if times else search.why_untimed(row.choice),
         notes=_notes(search),
     )
+
+
+def _remedies(search: Search, row: Row, uses: tuple[TierUse, ...]) -> tuple[Remedy, ...]:
+    """What would make it fit, over the step or beside it."""
+    if row.fits and not any(use.over_bytes for use in uses):
+        return ()
+    from zplan.planner.remedies import larger, remedies
+
+    return remedies(search, row) if not row.fits else larger(row, uses, search.request.margin)
+
+
+def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
+    untimed = next((r for r in rows if search.time(r.choice) is None), None)
+    if untimed is not None:
+        if search.request.goal.asked:
+            raise ZplanError(
+                f"no hours can be told: {search.why_untimed(untimed.choice)}",
+                "name a card of `zplan gpus` with --gpu, and use --precision bf16 and --runtime zplan",
+            )
+        return ()
+    from zplan.planner.timing import timings
+
+    return timings(search, rows)
 
 
 def _judge(search: Search, row: Row, single: Row) -> Verdict:
@@ -277,35 +303,6 @@ def beside(spec: ModelSpec, row: Row, hardware: Hardware) -> tuple[tuple[Activit
     others = activities(spec, c, row.ledger) if c.runtime == "zplan" else ()
     plain = [a for a in others if a.plain]
     return others, tier_uses(row.ledger, plain, hardware, c.num_gpus, row.margin_bytes)
-
-
-def _remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
-    from zplan.planner.remedies import remedies
-
-    return remedies(search, row)
-
-
-def _larger(row: Row, uses: Sequence[TierUse], margin: Margin) -> tuple[Remedy, ...]:
-    if not any(use.over_bytes for use in uses):
-        return ()
-    from zplan.planner.remedies import larger
-
-    return larger(row, uses, margin)
-
-
-def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
-    if search.clock is None:
-        if search.request.goal.asked:
-            why = "no card is named" if search.hardware.gpu is None else "the model's ops are not counted"
-            if search.request.get("runtime") not in (None, "zplan"):
-                raise ZplanError("step times are told for zplan's runtime alone, and so no hours", "drop --runtime")
-            raise ZplanError(
-                f"no step time can be told, as {why}, and so no hours", "name a card of `zplan gpus` with --gpu"
-            )
-        return ()
-    from zplan.planner.timing import timings
-
-    return timings(search, rows)
 
 
 def _with_ring(request: Request, model: Model) -> Request:
@@ -419,7 +416,9 @@ def make_plan(request: Request) -> Plan:
     rows = search.rows()
     row = search.pick(rows)
     if not row.fits:
-        nearest = [r for r in _remedies(search, row) if not r.estimate_only]
+        from zplan.planner.remedies import remedies
+
+        nearest = [r for r in remedies(search, row) if not r.estimate_only]
         hint = (
             f"it would fit with {nearest[0].what} ({nearest[0].option})" if nearest else "no single change makes it fit"
         )
@@ -427,7 +426,9 @@ def make_plan(request: Request) -> Plan:
     _, uses = beside(search.model.spec, row, search.hardware)
     verdict = judge_tiers(row, uses)
     if verdict is not None:
-        hardware = _larger(row, uses, request.margin)
+        from zplan.planner.remedies import larger
+
+        hardware = larger(row, uses, request.margin)
         raise DoesNotFit(verdict.text.rstrip("."), f"it would fit with {hardware[0].what}" if hardware else None)
     notes = _notes(search)
     if search.model.assumed:

@@ -59,16 +59,15 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     beside = _beside(spec, choice, placements, sum(times[name] * numel[name] for name in times))
     if n == 1:
         return replace(beside, gather_bytes=0, reduce_bytes=0)
+    itemsize = choice.reduce_itemsize
     sent = sum(p.layout.padded_numel for p in placements) // n * (n - 1)
     if not shards_states(choice):
-        return replace(beside, reduce_bytes=2 * sent * choice.reduce_itemsize)
+        return replace(beside, reduce_bytes=2 * sent * itemsize)
     resident = sum(p.layout.padded_numel for p in placements if not p.ringed)
     gathered = resident + sum(times[name] * numel[name] for name in times)
     reduces = 1 if choice.stage == 1 else k
     return replace(
-        beside,
-        gather_bytes=gathered // n * (n - 1) * choice.itemsize,
-        reduce_bytes=reduces * sent * choice.reduce_itemsize,
+        beside, gather_bytes=gathered // n * (n - 1) * choice.itemsize, reduce_bytes=reduces * sent * itemsize
     )
 
 

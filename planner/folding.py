@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import add
-from typing import Literal, cast
+from typing import Literal
 
 from zplan.planner.config import Choice
-from zplan.planner.ledger import Kind, Ledger, Line
+from zplan.planner.ledger import Ledger, Line
 from zplan.planner.models import ModelSpec, decoder_units
 from zplan.planner.predict import batch_lines, shard_lines
 from zplan.planner.timeline import Timeline, timeline
@@ -35,8 +34,7 @@ Vectors = dict[Part, list[int]]
 not, and of NVMe, at their most.
 """
 
-BESIDE: tuple[Part, ...] = ("low", "high", "host", "nvme")
-"""What is no kind of the device's bytes."""
+ENDS: tuple[Part, Part] = ("low", "high")
 
 _PLAIN = Choice(0, 1)
 
@@ -44,32 +42,6 @@ _PLAIN = Choice(0, 1)
 def foldable(choice: Choice) -> bool:
     """Whether the lines of a choice are affine in the blocks, and split into parts."""
     return choice.runtime == "zplan" and choice.offload.ratio == 1 and choice.checkpoint_every == 1
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most that is live at once: how much, when, between which bounds, and of which kinds."""
-
-    nbytes: int
-    phase: str
-    low: int
-    high: int
-    kinds: dict[Kind, int]
-    host: int
-    nvme: int
-    """The most that is live on the host, pinned or not, and on NVMe, with every line at its most."""
-
-
-def peak_of(vectors: Vectors, phases: Sequence[str]) -> Peak:
-    """The peak of parts that live over phases."""
-    nothing = [0] * len(phases)
-    kinds = {cast("Kind", part): values for part, values in vectors.items() if part not in BESIDE}
-    low, high, host, nvme = (vectors.get(part, nothing) for part in BESIDE)
-    live = [sum(column) for column in zip(*kinds.values(), strict=True)]
-    at = live.index(max(live))
-    least, most = (max(map(add, live, end)) for end in (low, high))
-    by_kind = {kind: values[at] for kind, values in kinds.items()}
-    return Peak(live[at], phases[at], least, most, by_kind, max(host), max(nvme))
 
 
 @dataclass
@@ -94,10 +66,6 @@ class Folding:
     times: tuple[Timeline, ...]
     memo: dict[Choice, Vectors] = field(default_factory=dict)
 
-    def peak(self, choice: Choice, further: Callable[[Sequence[str]], Iterable[Line]]) -> Peak:
-        """The peak of a choice, as of its whole ledger; the arguments are those of `vectors`."""
-        return peak_of(self.vectors(choice, further), self.phases)
-
     def vectors(self, choice: Choice, further: Callable[[Sequence[str]], Iterable[Line]]) -> Vectors:
         """Live bytes of a choice in each of `phases`.
 
@@ -117,7 +85,7 @@ class Folding:
         if batch not in self.memo:
             self.memo[batch] = self._sum(lambda spec, time: batch_lines(spec, batch, time))
         rest = self._sum(lambda spec, time: further(time.phases))
-        return together(together(self.memo[shard], self.memo[batch]), rest)
+        return add(add(self.memo[shard], self.memo[batch]), rest)
 
     def affine(self, number_of: Callable[[ModelSpec], int]) -> int:
         """A number of the model, of which only affine dependence on the blocks is known, from the shallow ones'."""
@@ -196,7 +164,7 @@ def by_part(lines: Iterable[Line], phases: tuple[str, ...]) -> Vectors:
     return out
 
 
-def together(a: Vectors, b: Vectors) -> Vectors:
+def add(a: Vectors, b: Vectors) -> Vectors:
     """Kind by kind."""
     out = dict(a)
     for kind, values in b.items():

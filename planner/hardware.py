@@ -53,6 +53,11 @@ class Hardware:
     """Per node; None when not given."""
 
     @property
+    def bf16(self) -> bool:
+        """Whether its cards compute in bf16: NVIDIA's from Ampere on; a card of which nothing is known passes."""
+        return not self.compute_capability[:1].isdigit() or float(self.compute_capability) >= 8
+
+    @property
     def gpus_per_node(self) -> int:
         return self.world_size // self.nodes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zplan.planner.config import ITEMSIZE, Choice
+from zplan.planner.config import Choice
 from zplan.planner.placement import shards_states
 from zplan.planner.speeds import Speeds
 
@@ -77,7 +77,7 @@ def offload_work(choice: Choice, numel: float, block: float, *, layers: int, hid
     on_disk = owned if where.optimizer == "nvme" else 0
     fetched = 0 if where.params == "none" else round(block / choice.world_size * choice.itemsize)
     return OffloadWork(
-        down_bytes=times * owned * ITEMSIZE[choice.reduce_dtype],
+        down_bytes=times * owned * choice.reduce_itemsize,
         up_bytes=round(owned * (1 - layers * block / numel if fetched else 1)) * choice.itemsize,
         fetch_bytes=fetched,
         input_bytes=inputs,

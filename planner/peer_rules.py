@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,13 +121,16 @@ def _divisor(value: int, near: int) -> int:
     return next(d for d in range(min(near, value), 0, -1) if not value % d)
 
 
+def model_ranks(fixed: Mapping[str, Any]) -> int:
+    """GPUs that share one copy of the model."""
+    return math.prod(fixed.get(field, 1) for field in list(PARALLEL)[:3])
+
+
 def data_parallel(num_gpus: int, fixed: Mapping[str, Any]) -> int:
     """Data-parallel ranks of a number of GPUs: what tensor, pipeline and context ranks leave."""
-    sizes = {field: fixed.get(field, 1) for field in list(PARALLEL)[:3]}
-    each = 1
-    for size in sizes.values():
-        each *= size
+    each = model_ranks(fixed)
     if num_gpus % each:
+        sizes = {field: fixed.get(field, 1) for field in list(PARALLEL)[:3]}
         words = " x ".join(f"{PARALLEL[f]} {n}" for f, n in sizes.items() if n > 1)
         raise ZplanError(f"`--gpus {num_gpus}` does not split into groups of {words} = {each}", f"use --gpus {each}")
     return num_gpus // each

@@ -100,7 +100,8 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
     for u, lay, name in zip(units, layouts, names, strict=True):
         in_ring = u.kind == "block" and u.name not in tied and u.itemsize is None and count[name] > choice.ring_slots
         # Parameters that lie off the device come through a ring, on one rank too.
-        ringed = (choice.sharded or (choice.stage == 3 and choice.offload.params != "none")) and in_ring
+        fetched = choice.runtime == "zplan" and choice.stage == 3 and choice.offload.params != "none"
+        ringed = (choice.sharded or fetched) and in_ring
         shares = ringed if u.frozen else shards_states(choice)
         owned = lay.shard_numel if shares else lay.padded_numel
         has_master = not u.frozen and kind_of(choice.optimizer).master and (choice.precision != "fp32" or ringed)

@@ -27,25 +27,43 @@ class Remedy:
     spare_bytes: int
     estimate_only: bool = False
     """Counted, but nothing that zplan's runtime can run."""
+    saved_bytes: int = 0
+    """Of the peak, beside the row that does not fit."""
+    longer: float | None = None
+    """GPU time of a token over that of the row that does not fit, less one; None where it can't be told."""
 
 
 def remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
-    """Changes to a row that make it fit; where no single one does, changes to its leanest form."""
+    """Changes to a row that make it fit, the cheapest in time first; where no single one does, to its leanest form."""
     c = row.choice
     found = tuple(_changes(search, c, ""))
     top = search.stages[-1]
     lean = replace(c, stage=top if c.world_size > 1 else c.stage, checkpointing="full")
+    base = row
     if not found and lean != c:
         words = f"stage {top} and full checkpointing" if c.world_size > 1 else "full checkpointing"
         option = f"--stage {top} --checkpointing full" if c.world_size > 1 else "--checkpointing full"
-        row = search.row(lean)
-        both = (Remedy(words, option, row.peak_bytes, row.spare_bytes),) if row.fits else ()
-        found = (*both, *_changes(search, lean, f"{option} "))
-    if row.spare_bytes >= 0:
-        return (*found, *_larger_node(row), *_offloads(search, c, lean))
-    card = _larger_card(row.peak_bytes, row.high_bytes, row, search.request.margin)
-    cards = (card,) if card and row.off_device.fits else ()
-    return (*found, *cards, *_offloads(search, c, lean))
+        base = search.row(lean)
+        both = (_remedy(search, c, words, option, base),) if base.fits else ()
+        found = (*both, *_changes(search, lean, f"{option} ", c))
+    found = tuple(sorted(found, key=lambda r: 0.0 if r.longer is None else round(r.longer, 3)))
+    if base.spare_bytes >= 0:
+        beside = tuple(_larger_node(base))
+    else:
+        card = _larger_card(base.peak_bytes, base.high_bytes, base, search.request.margin)
+        beside = (card,) if card and base.off_device.fits else ()
+    told = (*found, *beside, *_offloads(search, c, lean))
+    return tuple(replace(r, saved_bytes=row.peak_bytes - r.peak_bytes) for r in told)
+
+
+def _remedy(search: Search, c: Choice, what: str, option: str, row: Row, *, estimate_only: bool = False) -> Remedy:
+    """A change from a choice `c` to a row that fits, with the time it costs a token and rank."""
+    before, after = search.time(c), search.time(row.choice)
+    longer = None
+    if before is not None and after is not None:
+        spent = after.total * row.choice.world_size / after.tokens
+        longer = spent / (before.total * c.world_size / before.tokens) - 1
+    return Remedy(what, option, row.peak_bytes, row.spare_bytes, estimate_only, longer=longer)
 
 
 def _offloads(search: Search, c: Choice, lean: Choice) -> Iterator[Remedy]:
@@ -66,7 +84,7 @@ def _offloads(search: Search, c: Choice, lean: Choice) -> Iterator[Remedy]:
                 option = f"--offload {place}{f' --offload-params {place}' if params else ''}"
                 option += " --checkpointing full" if base.checkpointing != c.checkpointing else ""
                 option += f" --stage {base.stage}" if base.stage != c.stage and not params else ""
-                yield Remedy(what, option, row.peak_bytes, row.spare_bytes, estimate_only=True)
+                yield _remedy(search, c, what, option, row, estimate_only=True)
                 return
 
 
@@ -109,11 +127,12 @@ def _node(memory: Memory, nbytes: int, row: Row) -> Remedy:
     return Remedy(f"{size} GiB of {name} a node", f"{option} {size}", row.peak_bytes, row.spare_bytes)
 
 
-def _changes(search: Search, choice: Choice, prefix: str) -> Iterator[Remedy]:
+def _changes(search: Search, choice: Choice, prefix: str, before: Choice | None = None) -> Iterator[Remedy]:
+    """Single changes to a choice; `before` is the one that their time is compared with."""
     for what, option, changed in _candidates(search, choice):
         row = search.row(changed)
         if row.fits:
-            yield Remedy(what, prefix + option, row.peak_bytes, row.spare_bytes)
+            yield _remedy(search, before or choice, what, prefix + option, row)
 
 
 def _candidates(search: Search, c: Choice) -> Iterator[tuple[str, str, Choice]]:

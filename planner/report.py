@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zplan.planner.api import Estimate
     from zplan.planner.ledger import Kind, Ledger, Line
     from zplan.planner.plan_file import Plan
+    from zplan.planner.remedies import Remedy
     from zplan.planner.sources import Model
     from zplan.planner.verdict import Decision
 
@@ -169,11 +170,8 @@ def _over(row: Row) -> str:
 
 def _time(e: Estimate) -> list[str]:
     """How long a step takes, by stage, and what sets it."""
-    if not e.timings and e.row.choice.runtime != "zplan":
-        return ["Step time: told for zplan's runtime alone"]
     if not e.timings:
-        what = "a dtype whose peak is known" if e.hardware.gpu else "a card (--gpu)"
-        return [f"Step time: none can be told without {what}; the lowest stage that fits moves least"]
+        return [f"Step time: none is told, as {e.untimed}; the lowest stage that fits moves least"]
     from zplan.planner.timing import assumptions, timing_rows
 
     head, *rows = timing_rows(e)
@@ -193,11 +191,23 @@ def _choice(e: Estimate) -> list[str]:
     for i, r in enumerate(e.remedies):
         lead = ("Would fit with" if e.counted else "Would leave room for activations with") if i == 0 else f"{'or':>14}"
         out.append(f"  {lead} {r.what}: {format_gib(r.spare_bytes)} GiB to spare ({r.option})")
+        out[-1] += _price_of(r)
         if r.estimate_only:
             out[-1] += ", estimate only: zplan can't run it"
     if not e.row.fits and not any(not r.estimate_only for r in e.remedies):
         out.append("  No change that zplan can run makes it fit.")
     return out
+
+
+def _price_of(r: Remedy) -> str:
+    """What a change saves at the peak, and what it costs: seconds of a step times GPUs, over its tokens."""
+    saved = f"saves {format_gib(r.saved_bytes)} GiB" if r.saved_bytes > 0 else ""
+    slower = (
+        ""
+        if r.longer is None
+        else f"{100 * abs(r.longer):.1f} % {'more' if r.longer >= 0 else 'less'} GPU time a token"
+    )
+    return "".join(f", {part}" for part in (saved, slower) if part)
 
 
 def decision_rows(decisions: Sequence[Decision]) -> Iterator[str]:

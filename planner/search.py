@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from operator import add
+from typing import TYPE_CHECKING, get_args
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.comm import Traffic, traffic
-from zplan.planner.config import Checkpointing, Choice
+from zplan.planner.config import Checkpointing, Choice, Offload
 from zplan.planner.errors import ZplanError
-from zplan.planner.folding import Folding, by_part, fold, foldable, peak_of
+from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable
 from zplan.planner.halving import Lazy, largest_multiple
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line
@@ -111,6 +112,13 @@ class Search:
 
     def __post_init__(self) -> None:
         self.seq = self._seq()
+        if self.request.get("precision") == "bf16" and not self.hardware.bf16:
+            by = self.request.fixed_by["precision"]
+            raise ZplanError(
+                f"{by} asks for bf16, which a {self.hardware.gpu} (compute capability "
+                f"{self.hardware.compute_capability}) does not compute in",
+                "use --precision fp16, or a card of Ampere or later",
+            )
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
@@ -172,12 +180,24 @@ class Search:
         per_rank = train // world_size
         return [Batch(m, per_rank // m, world_size) for m in divisors(per_rank)]
 
-    def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
-        """A choice with everything else as asked for or by default."""
+    def at(self, name: str, value: int) -> Search:
+        """The same search with one more thing asked for; what was evaluated is shared."""
+        fixed = {**self.request.fixed, name: value}
+        request = replace(self.request, fixed=fixed, fixed_by={**self.request.fixed_by, name: f"--{name}"})
+        return replace(self, request=request)
+
+    def choice(
+        self, stage: int, batch: Batch, checkpointing: Checkpointing, *, offload: Offload | None = None
+    ) -> Choice:
+        """A choice with everything else as asked for or by default; `offload` instead of what was asked."""
         names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload", *TRAINING)
         fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
+        if not self.hardware.bf16:
+            fixed.setdefault("precision", "fp16")
+        if offload is not None:
+            fixed["offload"] = offload
         if "offload" in fixed and stage < 3:
             # Below stage 3 parameters are whole on every rank, so there is nothing to fetch.
             fixed["offload"] = replace(fixed["offload"], params="none")
@@ -208,22 +228,30 @@ class Search:
             # Of another runtime's ranks the one that holds most decides.
             return predict(self.model.spec, choice, overheads=further(self.phases), rank=None)
 
-        card = self.hardware.mem_bytes
         if foldable(choice):
-            peak = self.folding(choice).peak(choice, further)
-        else:
-            ledger = write_out()
-            peak = peak_of(by_part(ledger.lines, ledger.phases), ledger.phases)
+            folding = self.folding(choice)
+            vectors, phases = folding.vectors(choice, further), folding.phases
+            return self._row(choice, vectors, phases, write_out)
+        ledger = write_out()
+        return self._row(choice, by_part(ledger.lines, ledger.phases), ledger.phases, lambda: ledger)
+
+    def _row(self, choice: Choice, vectors: Vectors, phases: Sequence[str], write_out: Callable[[], Ledger]) -> Row:
+        """A choice by the live bytes of its parts in each phase."""
+        device: dict[Kind, list[int]] = {kind: vectors[kind] for kind in get_args(Kind) if kind in vectors}
+        per_phase = [sum(column) for column in zip(*device.values(), strict=True)]
+        at = per_phase.index(max(per_phase))
+        low, high = (max(map(add, per_phase, vectors.get(end, [0] * len(phases)))) for end in ENDS)
+        card = self.hardware.mem_bytes
         return Row(
             choice,
             card,
-            peak.nbytes,
-            peak.phase,
-            low_bytes=peak.low,
-            high_bytes=peak.high,
+            per_phase[at],
+            phases[at],
+            low_bytes=low,
+            high_bytes=high,
             margin_bytes=self.request.margin.of(card),
-            off_device=OffDevice.of(peak, self.hardware, choice.num_gpus),
-            kinds=peak.kinds,
+            off_device=OffDevice.of(vectors, self.hardware, choice.num_gpus),
+            kinds={kind: values[at] for kind, values in device.items()},
             write_out=write_out,
         )
 
@@ -256,6 +284,16 @@ class Search:
     def time(self, choice: Choice) -> StepTime | None:
         """Predicted time of one optimizer step; None where it can't be told."""
         return None if self.clock is None else self.clock.time(choice, self.folding(choice))
+
+    def why_untimed(self, choice: Choice) -> str:
+        """Why `time` tells none."""
+        if choice.runtime != "zplan":
+            return "step times are those of zplan's runtime"
+        if self.hardware.gpu is None or choice.device == "cpu":
+            return "no card is named (--gpu)"
+        if self.clock is None:
+            return "the model's ops are not counted"
+        return f"no peak of {self.hardware.gpu} in {choice.precision} is known"
 
     def traffic(self, choice: Choice) -> Traffic:
         """Bytes that one rank moves in a step."""

@@ -16,16 +16,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zplan.planner.comm import ring_gathers
-from zplan.planner.config import ITEMSIZE, Choice
+from zplan.planner.config import Choice
 from zplan.planner.hardware import Hardware
 from zplan.planner.models import Architecture, ModelSpec
 from zplan.planner.offload_work import OffloadWork, offload_work
+from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import place, shards_states
 from zplan.planner.speeds import PASSES, Speeds
 from zplan.planner.work import StepWork, Work, step_work
 
-STEP_BYTES = 28
-"""Read and written by AdamW for each element: gradient, and master weight and two moments twice."""
+
+def step_bytes(choice: Choice) -> int:
+    """Read and written by the optimizer for each element: the gradient, and its states and the weight twice.
+
+    States of whole matrices, such as Adafactor's rows and columns, count for nothing beside these.
+
+    Examples
+    --------
+    >>> step_bytes(Choice(3, 8)), step_bytes(Choice(0, 1))
+    (28, 30)
+    """
+    kind = kind_of(choice.optimizer)
+    states = sum(state.itemsize for state in kind.states if state.numel_of is None)
+    own = kind.master or choice.precision == "fp32"
+    written = choice.itemsize if own and choice.precision != "fp32" and not choice.sharded else 0
+    return choice.reduce_itemsize + 2 * (4 if own else choice.itemsize) + 2 * states + written
 
 
 @dataclass(frozen=True)
@@ -226,7 +241,6 @@ def step_time(arch: Architecture, choice: Choice, sizes: Sizes, link: Wire, at: 
     off = offload_work(choice, sizes.total, sizes.block, layers=layers, hidden=arch.hidden)
     gathers, reduces, carried = _exposed(choice, sizes, passes, link, off.seconds_a_gather(at))
     owned = sizes.total / (choice.world_size if shards_states(choice) else 1) * (1 - off.share)
-    written = 0 if choice.sharded or choice.precision == "fp32" else choice.itemsize
     late, bound = _offload(off, passes, choice, link, at)
     tokens = choice.micro_batch * k * choice.seq
     found = StepTime(
@@ -234,7 +248,7 @@ def step_time(arch: Architecture, choice: Choice, sizes: Sizes, link: Wire, at: 
         recompute=k * again,
         gathers=gathers,
         reduces=reduces,
-        optimizer=owned * (STEP_BYTES + written) / at.hbm,
+        optimizer=owned * step_bytes(choice) / at.hbm,
         offload=late,
         hidden=max(0.0, carried - gathers - reduces),
         offload_bound=bound,
@@ -258,8 +272,7 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     once = 1 if c.stage else 2  # An all-reduce is a reduce-scatter and a gather.
     pieces = [max(1, -(-int(numel) // max(c.piece_numel, 64 * n))) for numel in parts]
     reduce = [
-        once * link.seconds(numel * ITEMSIZE[c.reduce_dtype], calls=calls)
-        for numel, calls in zip(parts, pieces, strict=True)
+        once * link.seconds(numel * c.reduce_itemsize, calls=calls) for numel, calls in zip(parts, pieces, strict=True)
     ]
     kept = c.ring_slots if sizes.ringed else layers
     first = _forward(p, layers, gather if c.stage else (0.0, 0.0, 0.0))

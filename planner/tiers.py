@@ -14,7 +14,7 @@ from zplan.planner.ledger import Tier
 
 if TYPE_CHECKING:
     from zplan.planner.activities import Activity
-    from zplan.planner.folding import Peak
+    from zplan.planner.folding import Vectors
     from zplan.planner.hardware import Hardware
     from zplan.planner.ledger import Ledger
 
@@ -31,11 +31,11 @@ class OffDevice:
     """Of a node, which share what it has."""
 
     @classmethod
-    def of(cls, peak: Peak, hardware: Hardware, world_size: int) -> OffDevice:
-        """What a choice takes, and what there is for a rank."""
+    def of(cls, vectors: Vectors, hardware: Hardware, world_size: int) -> OffDevice:
+        """From live bytes by phase, with every line at its most."""
         ranks = min(world_size, hardware.gpus_per_node)
         host, nvme = (None if n is None else n // ranks for n in (hardware.host_mem_bytes, hardware.nvme_bytes))
-        return cls(peak.host, peak.nvme, host, nvme, ranks)
+        return cls(max(vectors.get("host", [0])), max(vectors.get("nvme", [0])), host, nvme, ranks)
 
     @property
     def host_over(self) -> int:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from zplan.planner.config import Choice
 from zplan.planner.cost import Cost, cost
-from zplan.planner.errors import ZplanError
 from zplan.planner.speeds import GB
 from zplan.planner.step_time import StepTime
 
@@ -31,18 +30,12 @@ class Timing:
 
 
 def timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
-    """A timing for each row; empty where the dtype's peak is not known."""
+    """A timing for each row, of which all can be timed."""
     found = []
     for row in rows:
         c = row.choice
         time = search.time(c)
-        if time is None:
-            if search.request.goal.asked:
-                raise ZplanError(
-                    f"no step time can be told for {search.hardware.gpu} in {c.precision}, and so no hours",
-                    "use --precision bf16 or a card whose peak `zplan gpus` knows",
-                )
-            return ()
+        assert time is not None, search.why_untimed(c)
         found.append(
             Timing(
                 c,
@@ -60,9 +53,8 @@ def _ratio(time: StepTime, other: StepTime | None) -> float:
     return time.total / other.total
 
 
-def timing_json(t: Timing) -> dict[str, Any]:
+def time_json(time: StepTime) -> dict[str, Any]:
     """Seconds, unrounded."""
-    time = t.time
     return {
         "step_s": time.total,
         "tokens_per_s": time.tokens_per_second,
@@ -70,6 +62,13 @@ def timing_json(t: Timing) -> dict[str, Any]:
         "bounds_s": time.bounds(),
         "hidden_s": time.hidden,
         "offload_bound": time.offload_bound,
+    }
+
+
+def timing_json(t: Timing) -> dict[str, Any]:
+    """A row's time, its ratios and what the training takes."""
+    return {
+        **time_json(t.time),
         "over_ddp": t.ddp,
         "over_stage_below": t.below,
         **({} if t.cost is None else {"steps": t.cost.steps, "hours": t.cost.hours, "gpu_hours": t.cost.gpu_hours}),
@@ -102,10 +101,10 @@ def told(seconds: float) -> str:
 
     Examples
     --------
-    >>> told(0.40361), told(12.345), told(0.0123)
-    ('0.404', '12.3', '0.0123')
+    >>> told(0.40361), told(12.0), told(0.0123)
+    ('0.404', '12.0', '0.0123')
     """
-    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"
+    return f"{seconds:#.3g}".rstrip(".") if seconds < 100 else f"{seconds:,.0f}"
 
 
 def assumptions(e: Estimate) -> str:

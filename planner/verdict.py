@@ -230,6 +230,8 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         what = "the largest that fits and divides" if row.fits else "the smallest that divides"
         yield "micro_batch", f"{what} {per_rank}"
         yield "accumulation", f"{per_rank} / {c.micro_batch}"
+    if not search.hardware.bf16:
+        yield "precision", f"{search.hardware.gpu} does not compute in bf16"
     if prefers_eager(search.model.arch):
         yield "attention", "its class refuses or masks torch's fused attention"
     if search.model.assumed:

@@ -284,7 +284,7 @@ RULES = [
     ({"runtime": "fsdp2", "cp": 8, "seq": 100}, "`--cp 8` does not divide 100 tokens", "--cp 5"),
     ({"runtime": "deepspeed", "pp": 8, "gpus": 24, "model": "llama-3.2-3b"}, "`--pp 8` does not divide 28", "--pp 7"),
     ({"runtime": "deepspeed", "hpz": 3}, "`--hpz 3` does not divide 8 ranks", "--hpz 2"),
-    ({"runtime": "deepspeed", "tokens": 1e9, "gpu": "L40S"}, "step times", "--runtime"),
+    ({"runtime": "deepspeed", "tokens": 1e9, "mem": None, "gpu": "L40S"}, "step times", "--runtime"),
 ]
 
 

@@ -154,9 +154,9 @@ def test_goals_that_are_refused(asked, message):
 
 
 def test_hours_need_a_card():
-    with pytest.raises(ZplanError, match="no step time can be told, as no card is named"):
+    with pytest.raises(ZplanError, match="no hours can be told: no card is named"):
         zplan.estimate(params="7e9", gpus=8, mem=24, tokens="1e9")
-    with pytest.raises(ZplanError, match="no step time can be told for RTX 4090 in fp32"):
+    with pytest.raises(ZplanError, match="no hours can be told: no peak of RTX 4090 in fp32 is known"):
         zplan.estimate(params="1e9", gpus=8, gpu="RTX 4090", precision="fp32", tokens="1e9")
 
 
@@ -188,3 +188,14 @@ def test_the_rules_stay_where_no_time_can_be_told():
     s = Search(model, Hardware(8, 1, 24 * GIB), make_request({}))
     assert s.clock is None and s.pick(s.rows()).choice.stage == 3
     assert s.time(s.pick(s.rows()).choice) is None
+
+
+def test_bf16_only_where_the_card_computes_in_it():
+    found = zplan.estimate(params="1e9", gpus=8, gpu="V100 SXM2 32GB")
+    (precision,) = [d for d in found.decisions if d.name == "precision"]
+    assert (precision.value, precision.chosen) == ("fp16", True)
+    assert precision.reason == "V100 SXM2 32GB does not compute in bf16"
+    assert all(t.time.mfu > 0 for t in found.timings) and found.row.choice.precision == "fp16"
+    with pytest.raises(ZplanError, match="--precision asks for bf16, which a T4 .compute capability 7.5. does not"):
+        zplan.estimate(params="1e9", gpus=8, gpu="T4", precision="bf16")
+    assert zplan.estimate(params="1e8", gpus=8, gpu="MI300X").row.choice.precision == "bf16"

@@ -169,6 +169,10 @@ def question(command: F) -> F:
     return command
 
 
+_SPECIAL = {"top": "top", "max": "max_", "min": "min_", "sweep": "sweep"}
+"""Questions of `planner/questions.py`, and the parameters that ask them."""
+
+
 @click.command(
     epilog="\b\nExamples:\n  zplan estimate --params 7e9 --gpus 8 --mem 24\n"
     '  zplan estimate --model llama-3-8b --gpus 4 --gpu "RTX 4090" --seq 4096 --check',
@@ -177,16 +181,34 @@ def question(command: F) -> F:
 @click.option("--json", "as_json", is_flag=True, help="Print exact bytes as JSON.")
 @click.option("--check", is_flag=True, help="Exit with 1 when it does not fit.")
 @click.option(
-    "--explain", is_flag=False, flag_value="auto", metavar="[A,B]", help="Why stage B uses more than A, line by line."
+    "--explain", is_flag=False, flag_value="auto", metavar="[A,B]", help="Instead: why stage B uses more than A."
 )
+@click.option("--top", type=int, metavar="N", help="Instead: the N fastest of all ways that fit, and why others don't.")
+@click.option("--max", "max_", metavar="WHAT", help="Instead: the largest seq, micro-batch or params that fits.")
+@click.option("--min", "min_", metavar="WHAT", help="Instead: the fewest gpus, or the smallest card (mem).")
+@click.option("--sweep", metavar="AXES", help="Instead: a table over one or two of seq, micro-batch, gpus, stage.")
 def estimate(*, as_json: bool, check: bool, explain: str | None, **asked: Any) -> int:
-    """Say whether a training fits, what it takes at each ZeRO stage, and how to run it."""
-    from zplan.planner.api import answer
+    """Say whether a training fits, what it takes at each ZeRO stage, and how to run it.
+
+    Without anything about a machine, and with no GPU here: the fewest of each common GPU.
+    """
     from zplan.planner.request import make_request
 
+    special = {name: asked.pop(key) for name, key in _SPECIAL.items()}
+    special = {name: value for name, value in special.items() if value is not None}
+    request = make_request(asked)
     if explain is not None:
-        return _explain(make_request(asked), explain, as_json=as_json)
-    found = answer(make_request(asked))
+        return _explain(request, explain, as_json=as_json)
+    if special or not any(asked[name] for name in ("gpus", "mem", "gpu", "nodes", "host_mem")):
+        from zplan.planner.questions import ask, no_machine, reply_json
+
+        if special or no_machine(request):
+            reply = ask(request, special)
+            click.echo(reply_json(reply, request) if as_json else reply.text(), nl=False)
+            return 1 if check and not reply.fits else 0
+    from zplan.planner.api import answer
+
+    found = answer(request)
     for note in found.notes:
         _note(note)
     if as_json:
