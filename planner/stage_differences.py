@@ -116,10 +116,11 @@ def explanation_text(e: Explanation) -> str:
     a, b = e.first.choice.stage, e.second.choice.stage
     c, more = e.second.choice, e.more_bytes
     name = "zplan" if c.runtime == "zplan" else NAMES[c.runtime]
+    where = "one GPU" if c.num_gpus == 1 else f"each of {c.num_gpus} GPUs"
     word = "more" if more > 0 else "less"
-    head = f"{name}'s stage {b} holds {format_gib(abs(more))} GiB {word} than stage {a} on each of {c.num_gpus} GPUs"
+    head = f"{name}'s stage {b} holds {format_gib(abs(more))} GiB {word} than stage {a} on {where}"
     if not more:
-        head = f"{name}'s stages {a} and {b} hold the same on each of {c.num_gpus} GPUs"
+        head = f"{name}'s stages {a} and {b} hold the same on {where}"
     rows = [
         [d.line, d.kind, format_gib(d.first_bytes), format_gib(d.second_bytes), _signed(d.more_bytes), _short(d.source)]
         for d in e.differences

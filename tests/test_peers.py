@@ -95,9 +95,25 @@ def test_measured_peaks_on_the_whole():
     assert sum(abs(error(row)) for row in rows()) / len(rows()) < MEAN
 
 
+def of_row(row: dict[str, str]) -> Ledger:
+    return ledger(shape(row["model"]), choice_of(row), rank=int(row["rank"]))
+
+
 def error(row: dict[str, str]) -> float:
-    found = ledger(shape(row["model"]), choice_of(row), rank=int(row["rank"])).peak_bytes() / MIB
-    return found / int(row["peak_mib"]) - 1
+    return of_row(row).peak_bytes() / MIB / int(row["peak_mib"]) - 1
+
+
+def test_the_docs_show_these_numbers():
+    """Every row of the table, in its order."""
+    text = (Path(__file__).parent.parent / "docs" / "runtimes-compared.md").read_text()
+    cells = [[c.strip() for c in x.strip("|").split("|")] for x in text.splitlines() if x.count("|") == 10][2:]
+    assert len(cells) == len(rows())
+    for shown, row in zip(cells, rows(), strict=True):
+        found = of_row(row)
+        batch = f"{row['micro_batch']} x {row['accumulation']} x {row['seq']}"
+        assert [shown[1], *shown[3:5]] == [row["model"], batch, row["checkpointing"]]
+        predicted, measured = f"{found.peak_bytes() / MIB:,.0f}", f"{int(row['peak_mib']):,}"
+        assert shown[5:] == [predicted, measured, f"{100 * error(row):+.2f}", found.peak_phase()]
 
 
 @pytest.mark.parametrize("row", [r for r in rows() if r["init_mib"]], ids=name_of)
