@@ -57,7 +57,8 @@ class Held:
 class Simulation:
     """One step on a tape. `working[p]`: levels of phase p above what is held in it; `detail`: what each unit saves.
 
-    `flops[p]` and `written[p]`: the operations of phase p's matrix products, and the bytes that its other ops write.
+    `flops[p]`, `attention[p]` and `written[p]`: the operations of phase p's matrix products and of its fused attention,
+    and the bytes that its other ops write.
     """
 
     phases: tuple[str, ...]
@@ -65,6 +66,7 @@ class Simulation:
     working: tuple[tuple[Level, ...], ...]
     detail: tuple[tuple[str, str, Level], ...]
     flops: tuple[Level, ...]
+    attention: tuple[Level, ...]
     written: tuple[Level, ...]
 
 
@@ -326,6 +328,7 @@ def _read(tape: Tape) -> Simulation:
             if s.born < turn <= last and s.label not in _NOT_SAVED
         ),
         tuple(map(tuple, tape.flops)),
+        tuple(map(tuple, tape.attention)),
         tuple(map(tuple, tape.written)),
     )
 

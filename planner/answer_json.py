@@ -50,11 +50,9 @@ def estimate_json(e: Estimate) -> str:
             {"stage": s, "states_bytes": n, "formula": r.formula(), "sent_bytes": t}
             for s, (n, r, t) in enumerate(zip(e.textbook(), TEXTBOOK, e.textbook_traffic(), strict=True))
         ],
-        "stages": [
-            {**row_json(r), "gather_bytes": t.gather_bytes, "reduce_bytes": t.reduce_bytes}
-            for r, t in zip(e.rows, e.traffic, strict=True)
-        ],
+        "stages": [{**row_json(r), **asdict(t)} for r, t in zip(e.rows, e.traffic, strict=True)],
         "times": _times(e),
+        "untimed": e.untimed,
         "one_gpu": row_json(e.single),
         "longest_seq": e.longest_seq,
         "remedies": [asdict(r) for r in e.remedies],

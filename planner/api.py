@@ -196,7 +196,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     margin
         What stays free of a card beyond the interval of the total: a share (`"15%"`) or a size.
     efficiency
-        Share of the card's dense peak that matrix products reach in a step; 0.5 where left out.
+        Share of the card's dense peak that matrix products reach in a step; 0.5 where left out, 0.7 on A100.
     network
         GB/s that a node sends to others.
     tokens, epochs, examples

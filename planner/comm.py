@@ -41,7 +41,7 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
 
     Stage 0 all-reduces whole gradients at the last micro-step; stage 1 reduce-scatters them there, stages 2 and 3 at
     every micro-step. Stages 1 and 2 gather every unit once, after the step. At stage 3 so do resident units; the others
-    are gathered as `ring_gathers` says.
+    are gathered as `ring_gathers` says. Frozen units have no gradients, and where they are resident they never change.
     """
     if choice.runtime != "zplan":
         from zplan.planner.peer_rate import peer_traffic
@@ -50,40 +50,44 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     n, k = choice.world_size, choice.accumulation
     if placements is None:
         placements = place(spec, choice)
-    ringed = Counter(p.size_class for p in placements if p.ringed)
-    numel = {p.size_class: p.layout.padded_numel for p in placements if p.ringed}
-    every = choice.checkpoint_every if choice.checkpointing == "full" else 1
-    times = {
-        name: ring_gathers(count, choice.ring_slots, accumulation=k, every=every) for name, count in ringed.items()
-    }
-    beside = _beside(spec, choice, placements, sum(times[name] * numel[name] for name in times))
+    gathered = ring_bytes(placements, choice)
+    beside = _beside(spec, choice, placements, gathered)
     if n == 1:
         return replace(beside, gather_bytes=0, reduce_bytes=0)
-    itemsize = choice.reduce_itemsize
-    sent = sum(p.layout.padded_numel for p in placements) // n * (n - 1)
+    trained = [p for p in placements if not p.frozen]
+    sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1) * choice.reduce_itemsize
     if not shards_states(choice):
-        return replace(beside, reduce_bytes=2 * sent * itemsize)
-    resident = sum(p.layout.padded_numel for p in placements if not p.ringed)
-    gathered = resident + sum(times[name] * numel[name] for name in times)
+        return replace(beside, reduce_bytes=2 * sent)
+    gathered += sum(p.buffer_bytes(choice) for p in trained if not p.ringed)
     reduces = 1 if choice.stage == 1 else k
-    return replace(
-        beside, gather_bytes=gathered // n * (n - 1) * choice.itemsize, reduce_bytes=reduces * sent * itemsize
+    return replace(beside, gather_bytes=gathered // n * (n - 1), reduce_bytes=reduces * sent)
+
+
+def ring_bytes(placements: Sequence[Placement], choice: Choice) -> int:
+    """Whole bytes of all units that are gathered into a ring in one step, as often as they are."""
+    every = choice.checkpoint_every if choice.checkpointing == "full" else 1
+    count = Counter(p.size_class for p in placements if p.ringed)
+    nbytes = {p.size_class: p.buffer_bytes(choice) for p in placements if p.ringed}
+    return sum(
+        nbytes[name] * ring_gathers(blocks, choice.ring_slots, accumulation=choice.accumulation, every=every)
+        for name, blocks in count.items()
     )
 
 
-def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], ring_numel: int) -> Traffic:
-    """What goes to the host and to disk; `ring_numel`: elements gathered into a ring in a step."""
+def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], gathered: int) -> Traffic:
+    """What goes to the host and to disk; `gathered`: whole bytes gathered into a ring in a step."""
     if choice.offload.optimizer == "none" and not choice.checkpoint_offload:
         return Traffic(0, 0)
     from zplan.planner.offload_work import offload_work
 
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
-    total = sum(p.layout.padded_numel for p in placements)
-    block = sum(p.layout.padded_numel for p in placements if p.ringed) / arch.layers
+    trained = [p for p in placements if not p.frozen]
+    total = sum(p.layout.padded_numel for p in trained)
+    block = sum(p.layout.padded_numel for p in trained if p.ringed) / arch.layers
     off = offload_work(choice, total, block, layers=arch.layers, hidden=arch.hidden)
     inputs = choice.accumulation * off.layers * off.input_bytes
-    fetched = 0 if choice.offload.params == "none" else ring_numel // choice.world_size * choice.itemsize
+    fetched = 0 if choice.offload.params == "none" else gathered // choice.world_size
     return Traffic(
         0, 0, off.down_bytes + inputs, off.up_bytes + inputs + fetched, off.disk_read_bytes, off.disk_written_bytes
     )

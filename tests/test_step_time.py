@@ -35,6 +35,8 @@ def decoder(layers, hidden, heads, ffn, vocab, kv_heads=None):
 
 SHAPES = {"1.3b": decoder(24, 2048, 16, 5504, 32000), "7b": decoder(32, 4096, 32, 11008, 32000)}
 TINY = decoder(5, 64, 4, 160, 256, kv_heads=2)
+FROZEN = replace(TINY, units=tuple(replace(u, frozen=u.kind == "block") for u in TINY.units))
+"""Trained outside of its blocks only."""
 
 
 def timed(spec, choice, *, gpu=H200, nodes=1, **said):
@@ -102,15 +104,37 @@ def test_queues_by_simulation(runs):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 3), st.integers(2, 16), st.integers(1, 4), st.sampled_from(["none", "full"]))
-def test_all_transfers_are_the_traffic_that_is_counted(stage, n, k, checkpointing):
+@given(st.integers(0, 3), st.integers(2, 16), st.integers(1, 4), st.sampled_from(["none", "full"]), st.booleans())
+def test_all_transfers_are_the_traffic_that_is_counted(stage, n, k, checkpointing, frozen):
     """Without latency, seconds of transfers, hidden and exposed, are bytes over the rate of the links."""
     choice = Choice(stage, n, accumulation=k, seq=64, checkpointing=checkpointing)
     hardware = Hardware(n, 1, GIB, H200)
     at = replace(speeds(hardware, "bf16"), call=0.0, hop=0.0)
-    time = timed(TINY, choice, at=at)
+    spec = FROZEN if frozen else TINY
+    time = timed(spec, choice, at=at)
     moved = time.hidden + time.gathers + time.reduces
-    assert moved == pytest.approx(traffic(TINY, choice).total_bytes / at.intra, rel=1e-6)
+    assert moved == pytest.approx(traffic(spec, choice).total_bytes / at.intra, rel=1e-6)
+
+
+def test_what_is_frozen_is_neither_reduced_nor_updated():
+    n = 4
+    trained = sum(u.numel for u in FROZEN.units if not u.frozen)
+    moved = traffic(FROZEN, Choice(2, n, accumulation=3))
+    assert moved.gather_bytes == pytest.approx(2 * trained * (n - 1) / n, rel=0.05)
+    assert moved.reduce_bytes == pytest.approx(3 * 4 * trained * (n - 1) / n, rel=0.05)
+    # A frozen ring is gathered like any other: 5 blocks up, 3 down.
+    ring = traffic(FROZEN, Choice(3, n)).gather_bytes - traffic(FROZEN, Choice(1, n)).gather_bytes
+    assert ring == 8 * 2 * traffic_share(FROZEN, n)
+    times = [timed(spec, Choice(2, n)) for spec in (TINY, FROZEN)]
+    assert times[1].optimizer < times[0].optimizer and times[1].reduces <= times[0].reduces
+
+
+def traffic_share(spec, n):
+    """What a rank sends of one block's padded elements."""
+    from zplan.planner.placement import place
+
+    (block,) = {p.layout.padded_numel for p in place(spec, Choice(3, n)) if p.unit.kind == "block"}
+    return block * (n - 1) // n
 
 
 MEASURED = [("1.3b", 4, 47440), ("7b", 2, 10149)]
@@ -118,9 +142,36 @@ MEASURED = [("1.3b", 4, 47440), ("7b", 2, 10149)]
 
 
 @pytest.mark.parametrize(("shape", "micro", "measured"), MEASURED)
-def test_what_was_measured_is_predicted_within_four_per_cent(shape, micro, measured):
+def test_what_was_measured_is_predicted_within_two_per_cent(shape, micro, measured):
     time = timed(SHAPES[shape], Choice(3, 2, micro))
-    assert time.tokens_per_second / 2 == pytest.approx(measured, rel=0.04)
+    assert time.tokens_per_second / 2 == pytest.approx(measured, rel=0.02)
+
+
+def mpt(layers, hidden, heads):
+    """MPT's shape: GPT-2 without position tables, which weigh nothing here."""
+    arch = Architecture("gpt2", layers, hidden, heads, heads, hidden // heads, 4 * hidden, 50368, 8192, tied=True)
+    return ModelSpec("mpt", decoder_units(arch), arch)
+
+
+MPT = {"7b": mpt(32, 4096, 32), "30b": mpt(48, 7168, 56), "70b": mpt(80, 8192, 64)}
+PUBLISHED = [
+    ("7b", 8, 6, 2048, "none", 10643),
+    ("7b", 8, 16, 4096, "full", 8611),
+    ("30b", 8, 3, 2048, "full", 2002),
+    ("30b", 8, 1, 4096, "full", 1802),
+    ("30b", 16, 10, 2048, "full", 2263),
+    ("30b", 32, 14, 2048, "full", 2308),
+    ("70b", 32, 2, 2048, "full", 882),
+    ("70b", 64, 8, 2048, "full", 1039),
+]
+"""tokens/s a GPU of FSDP on H100 SXM 80GB: MosaicML, llm-foundry, scripts/train/benchmarking. None was used."""
+
+
+@pytest.mark.parametrize(("shape", "gpus", "micro", "seq", "checkpointing", "measured"), PUBLISHED)
+def test_what_others_published_is_predicted_within_a_tenth(shape, gpus, micro, seq, checkpointing, measured):
+    choice = Choice(3, gpus, micro, 1, seq, checkpointing=checkpointing)
+    time = timed(MPT[shape], choice, gpu="H100 SXM 80GB", nodes=gpus // 8)
+    assert time.tokens_per_second / gpus == pytest.approx(measured, rel=0.101)
 
 
 def test_bounds_add_up_and_mfu_leaves_recomputing_out():

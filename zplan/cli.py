@@ -130,7 +130,7 @@ QUESTION = (
     click.option("--host-mem", metavar="SIZE", help="Memory per node."),
     click.option("--nvme", metavar="SIZE", help="Disk space per node for what is offloaded there."),
     click.option("--margin", metavar="SIZE|%", help="Keep this free beyond the interval of the total.  [default: 0]"),
-    click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the lowest that fits]"),
+    click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the fastest that fits]"),
     click.option("--offload", metavar="TO", help="Of the optimizer: none, cpu or nvme.  [default: none]"),
     click.option("--offload-params", metavar="TO", help="Of parameters, stage 3: none, cpu or nvme.  [default: none]"),
     click.option("--offload-ratio", type=float, metavar="SHARE", help="Of the elements, 0 to 1.  [default: 1]"),
@@ -151,7 +151,9 @@ QUESTION = (
     click.option("--hpz", type=int, metavar="N", help="Ranks of a second parameter shard, stage 3.  [default: 1]"),
     click.option("--saving", metavar="HOW", help="foreground, or background: from a copy in host memory."),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
-    click.option("--efficiency", metavar="SHARE", help="Of the card's peak, in matrix products.  [default: 0.5]"),
+    click.option(
+        "--efficiency", metavar="SHARE", help="Of the card's peak, in matrix products.  [default: 0.5, A100 0.7]"
+    ),
     click.option("--network", metavar="GB/S", help="What a node sends to others.  [default: by the kind of card]"),
     click.option("--tokens", metavar="COUNT", help="Train on so many (20e9): hours and GPU-hours are told."),
     click.option("--epochs", type=int, metavar="N", help="Train so many times on --examples, instead of --tokens."),
