@@ -45,6 +45,10 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     unit once, after the step. At stage 3 so do resident units; the others are gathered as `ring_gathers` says. Frozen
     units have no gradients, and where they are resident they never change.
     """
+    if choice.runtime != "zplan":
+        from zplan.planner.peer_rate import peer_traffic
+
+        return peer_traffic(spec, choice)
     n, k = choice.world_size, choice.accumulation
     if placements is None:
         placements = place(spec, choice)

@@ -83,8 +83,6 @@ class TrainingConfig:
     """Of fp16 training."""
     schedule: Schedule | None = None
     """Of the learning rate, in applied optimizer steps; None keeps it constant."""
-    optimizer: str = "adamw"
-    """A name of the optimizer table."""
     reduce_dtype: Precision = "fp32"
     """dtype in which gradients are reduced and accumulated."""
     offload: Offload = Offload()
