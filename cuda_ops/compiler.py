@@ -27,11 +27,26 @@ TUNED: dict[str, dict[str, int]] = {
     "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},
     "norm": {"BLOCK": 512, "UNROLL": 4, "STREAM": 0},
     "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 0, "NUM_ENTRIES": 64},
+    "sums": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},
+    "cross_entropy": {"BLOCK": 512, "UNROLL": 2},
+    "rms_norm": {"BLOCK": 128, "VECTORS": 4, "LANES": 8, "DTYPE": 1},
+    "swiglu": {"BLOCK": 256, "CHUNK": 8192},
+    "rotary": {"BLOCK": 256, "LANES": 8, "DTYPE": 1},
 }
 """What each source is compiled with, unless a caller asks for something else: threads a block, elements of a block's
-share, vectors in flight a thread, whether what is touched once leaves the caches first, gradients a launch."""
+share, vectors in flight a thread, whether what is touched once leaves the caches first, gradients a launch. What is
+compiled for one dtype and shape of threads (DTYPE, LANES, VECTORS) has here those of a common case."""
 
-FUNCTIONS = {"adamw": ("adamw",), "norm": ("square_sum", "total_sum", "settle"), "copy": ("copy_grads",)}
+FUNCTIONS = {
+    "adamw": ("adamw",),
+    "norm": ("square_sum", "total_sum", "settle"),
+    "copy": ("copy_grads",),
+    "sums": ("sum_slices",),
+    "cross_entropy": ("cross_entropy", "rescale"),
+    "rms_norm": ("rms_norm", "rms_norm_backward", "rms_norm_weight"),
+    "swiglu": ("swiglu", "swiglu_backward"),
+    "rotary": ("rotary",),
+}
 """What each source defines."""
 
 _MAGIC = b"zplan-cubin-1\n"

@@ -1,4 +1,4 @@
-"""A unit's gradients into its flat fp32 buffer, converted, written or added, in one launch."""
+"""A unit's gradients into a flat buffer, converted, written or added, in one launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _CopyGrads(ctypes.Structure):
         ("target", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("start", "end", "low", "high")),
         ("num_entries", ctypes.c_int),
-        ("add", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("add", "kind", "unused")),
         ("entries", _Entry * NUM_ENTRIES),
     ]
 
@@ -59,14 +59,12 @@ class GradCopy:
         grads
             One a span: fp32, bf16 or fp16 of any shape; None counts as zeros. To be kept until the stream has passed.
         target
-            1D fp32, contiguous.
+            1D, contiguous; fp32, or bf16 or fp16 without `add`.
         add
             If false, everything is overwritten; what no gradient fills becomes 0.
         """
-        assert target.dtype == torch.float32 and target.dim() == 1 and target.is_contiguous(), (
-            target.dtype,
-            target.shape,
-        )
+        assert target.dim() == 1 and target.is_contiguous(), target.shape
+        assert target.dtype == torch.float32 or (target.dtype in KINDS and not add), target.dtype
         for grad, (low, high) in zip(grads, self.spans, strict=True):
             assert grad is None or grad.numel() == high - low, (grad.shape, low, high)
         # A gradient that is laid out in another order than its parameter is rare, and torch converts it well.
@@ -96,7 +94,7 @@ class GradCopy:
         for entry, grad in zip(group.entries, grads, strict=False):
             entry.grad = 0 if grad is None else grad.data_ptr()
             entry.kind = 0 if grad is None else KINDS[grad.dtype]
-        group.target, group.add = target.data_ptr(), int(add)
+        group.target, group.add, group.kind = target.data_ptr(), int(add), KINDS[target.dtype]
         group.start, group.end, group.low, group.high = bounds
         function = compiler.kernel("copy", "copy_grads", target.get_device(), self._defines)
         function.launch(-(-(group.high - group.low) // self._macros["CHUNK"]), self._macros["BLOCK"], group)

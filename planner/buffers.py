@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Line
 from zplan.planner.placement import Placement, shards_states
 from zplan.planner.states import by_class
 from zplan.planner.timeline import Timeline
+from zplan.planner.units import MIB
+
+PAGE = 2 * MIB
+
+
+SHARED = "in symmetric memory, outside torch's allocator"
+
+POINTER = 8
+
+
+def shared_sizes(placements: Sequence[Placement], choice: Choice) -> list[int]:
+    """Bytes of each buffer in symmetric memory: ring slots, and the slot of an exchange."""
+    if not choice.copies:
+        return []
+    rings = {p.ring: p.slot_numel * choice.itemsize for p in placements if p.ringed}
+    sizes = list(rings.values()) * choice.ring_slots
+    trained = [p for p in placements if not p.frozen]
+    if trained and choice.reduce == "exchange" and uses_reduce_slots(choice):
+        sizes.append(max(p.layout.max_piece_numel for p in trained) * choice.itemsize)
+    return sizes
+
+
+def table_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """Two tables of all ranks' addresses that torch makes for each buffer in symmetric memory, on the device."""
+    count = 2 * len(shared_sizes(placements, choice))
+    return [Line("shared.tables", POINTER * choice.world_size, (time.always,) * count, "buffers", source="derived")]
+
+
+def page_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """The rest of the last page of each buffer in symmetric memory.
+
+    torch's `CUDASymmetricMemory` puts a signal pad beside the buffer and rounds both up to the driver's granularity,
+    2 MiB. A buffer that ends with a page therefore takes one more.
+    """
+    sizes = shared_sizes(placements, choice)
+    note = f"pages of 2 MiB of {len(sizes)} buffers in symmetric memory, with torch's signal pads"
+    pages = sum(-n % PAGE or PAGE for n in sizes)
+    return [Line("alloc.pages", pages, (time.always,), "overhead", source="derived", note=note)]
 
 
 def full_gradients(choice: Choice) -> bool:
@@ -33,23 +72,34 @@ def buffer_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
         *reduce_lines(trained, choice, time),
         *gradient_lines(trained, choice, time),
         *placeholder_lines(placements, choice, time),
+        *table_lines(placements, choice, time),
     ]
 
 
 def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """K slots per size class of ringed units, in the compute dtype, always there."""
-    classes = {p.size_class: p.buffer_bytes(choice) for p in placements if p.ringed}
+    """K slots of each ring, in the compute dtype, always there."""
+    classes = {p.ring: p.slot_numel * choice.itemsize for p in placements if p.ringed}
     spans = (time.always,) * choice.ring_slots
-    return [Line(f"params.ring.{name}", nbytes, spans, "buffers") for name, nbytes in classes.items()]
+    note = SHARED if choice.copies else ""
+    return [Line(f"params.ring.{name}", nbytes, spans, "buffers", note=note) for name, nbytes in classes.items()]
 
 
 def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """One slot of the largest piece, in the reduce dtype, from the first reduce of a backward to its end."""
+    """A slot of the largest piece, from the first reduce of a backward to its end: in fp32 for a reduce-scatter, in the
+    compute dtype for an exchange, which needs another one for what arrives. A slot that other GPUs read is always
+    there.
+    """
     if not uses_reduce_slots(choice) or not placements:
         return []
     numel = max(p.layout.max_piece_numel for p in placements)
     span = (time.at(f"reduce.{placements[-1].unit.name}"), time.last_backward)
-    return [Line("grads.slot", numel * choice.reduce_itemsize, (span,), "buffers")]
+    if choice.reduce == "scatter":
+        return [Line("grads.slot", numel * choice.reduce_itemsize, (span,), "buffers")]
+    nbytes = numel * choice.itemsize
+    slot = Line("grads.slot", nbytes, (span,), "buffers")
+    if choice.copies:
+        slot = replace(slot, spans=(time.always,), note=SHARED)
+    return [slot, Line("grads.received", nbytes, (span,), "buffers")]
 
 
 def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:

@@ -6,10 +6,11 @@ are padded to a multiple of N, so the division is exact. Every rank receives as 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from zplan.planner.buffers import uses_reduce_slots
 from zplan.planner.config import Choice
 from zplan.planner.models import ModelSpec
 from zplan.planner.placement import Placement, place, shards_states
@@ -39,9 +40,10 @@ class Traffic:
 def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | None = None) -> Traffic:
     """What the runtime moves for a choice.
 
-    Stage 0 all-reduces whole gradients at the last micro-step; stage 1 reduce-scatters them there, stages 2 and 3 at
-    every micro-step. Stages 1 and 2 gather every unit once, after the step. At stage 3 so do resident units; the others
-    are gathered as `ring_gathers` says. Frozen units have no gradients, and where they are resident they never change.
+    Stage 0 all-reduces whole fp32 gradients at the last micro-step; stage 1 reduces them to shards there, stages 2 and
+    3 at every micro-step: in the compute dtype by an exchange, in fp32 by a reduce-scatter. Stages 1 and 2 gather every
+    unit once, after the step. At stage 3 so do resident units; the others are gathered as `ring_gathers` says. Frozen
+    units have no gradients, and where they are resident they never change.
     """
     if choice.runtime != "zplan":
         from zplan.planner.peer_rate import peer_traffic
@@ -50,32 +52,40 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     n, k = choice.world_size, choice.accumulation
     if placements is None:
         placements = place(spec, choice)
-    gathered = ring_bytes(placements, choice)
-    beside = _beside(spec, choice, placements, gathered)
+    rings = {
+        ring: _ring_numel(placements, ring, choice) for ring in dict.fromkeys(p.ring for p in placements if p.ring)
+    }
+    beside = _beside(spec, choice, placements, sum(rings.values()))
     if n == 1:
         return replace(beside, gather_bytes=0, reduce_bytes=0)
     trained = [p for p in placements if not p.frozen]
-    sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1) * choice.reduce_itemsize
+    sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1)
     if not shards_states(choice):
-        return replace(beside, reduce_bytes=2 * sent)
-    gathered += sum(p.buffer_bytes(choice) for p in trained if not p.ringed)
+        return replace(beside, reduce_bytes=2 * sent * choice.reduce_itemsize)
+    gathered = sum(p.layout.padded_numel for p in trained if not p.ringed) + sum(rings.values())
     reduces = 1 if choice.stage == 1 else k
-    return replace(beside, gather_bytes=gathered // n * (n - 1), reduce_bytes=reduces * sent)
-
-
-def ring_bytes(placements: Sequence[Placement], choice: Choice) -> int:
-    """Whole bytes of all units that are gathered into a ring in one step, as often as they are."""
-    every = choice.checkpoint_every if choice.checkpointing == "full" else 1
-    count = Counter(p.size_class for p in placements if p.ringed)
-    nbytes = {p.size_class: p.buffer_bytes(choice) for p in placements if p.ringed}
-    return sum(
-        nbytes[name] * ring_gathers(blocks, choice.ring_slots, accumulation=choice.accumulation, every=every)
-        for name, blocks in count.items()
+    exchanges = choice.reduce == "exchange" and uses_reduce_slots(choice)
+    itemsize = choice.itemsize if exchanges else choice.reduce_itemsize
+    return replace(
+        beside, gather_bytes=gathered // n * (n - 1) * choice.itemsize, reduce_bytes=reduces * sent * itemsize
     )
 
 
-def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], gathered: int) -> Traffic:
-    """What goes to the host and to disk; `gathered`: whole bytes gathered into a ring in a step."""
+def _ring_numel(placements: Sequence[Placement], ring: str, choice: Choice) -> int:
+    """Elements gathered into one ring in a step."""
+    members = [p for p in placements if p.ring == ring]
+    blocks = [i for i, p in enumerate(members) if p.unit.kind == "block"]
+    return ring_gathers(
+        tuple((p.layout.padded_numel, p.reads_in_backward) for p in members),
+        choice.ring_slots,
+        accumulation=choice.accumulation,
+        every=choice.checkpoint_every if choice.checkpointing == "full" else 1,
+        blocks=(blocks[0], blocks[-1] + 1) if blocks else (0, 0),
+    )
+
+
+def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], ring_numel: int) -> Traffic:
+    """What goes to the host and to disk; `ring_numel`: elements gathered into rings in a step."""
     if choice.offload.optimizer == "none" and not choice.checkpoint_offload:
         return Traffic(0, 0)
     from zplan.planner.offload_work import offload_work
@@ -84,50 +94,61 @@ def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], ga
     assert arch is not None, f"{spec.name} has no known shape"
     trained = [p for p in placements if not p.frozen]
     total = sum(p.layout.padded_numel for p in trained)
-    block = sum(p.layout.padded_numel for p in trained if p.ringed) / arch.layers
+    block = sum(p.layout.padded_numel for p in trained if p.ringed and p.unit.kind == "block") / arch.layers
     off = offload_work(choice, total, block, layers=arch.layers, hidden=arch.hidden)
     inputs = choice.accumulation * off.layers * off.input_bytes
-    fetched = 0 if choice.offload.params == "none" else gathered // choice.world_size
+    fetched = 0 if choice.offload.params == "none" else ring_numel // choice.world_size * choice.itemsize
     return Traffic(
         0, 0, off.down_bytes + inputs, off.up_bytes + inputs + fetched, off.disk_read_bytes, off.disk_written_bytes
     )
 
 
-def ring_gathers(blocks: int, slots: int, *, accumulation: int, every: int = 1) -> int:
-    """Gathers per optimizer step of `blocks` equal blocks that share `slots` slots.
+@lru_cache(maxsize=64)
+def ring_gathers(
+    members: tuple[tuple[int, bool], ...],
+    slots: int,
+    *,
+    accumulation: int,
+    every: int = 1,
+    blocks: tuple[int, int] | None = None,
+) -> int:
+    """Elements gathered per optimizer step by the members of one ring, which take its `slots` slots in turn.
 
-    Each micro-step runs the blocks up and down. The last ones up are still in their slots on the way down, and the last
-    ones down at the next micro-step: every turn but the one at the step, where all values change, saves `slots`.
-    `every`: blocks of one checkpointed segment, which are all run again before the way down through them: where there
-    are more than slots, that is a third gather.
+    Each micro-step runs them up and down. The last ones up are still in their slots on the way down, and the last ones
+    down at the next micro-step, which therefore gathers less than the first: after the step all values are new.
+
+    Parameters
+    ----------
+    members
+        `(elements, whether backward reads them)` in forward order.
+    every
+        Blocks of one checkpointed segment, which are all run again before the way down through them: where there are
+        more than slots, that is a third gather.
+    blocks
+        First member that is a block, and one past the last; by default all are.
 
     Examples
     --------
-    >>> ring_gathers(32, 2, accumulation=1), ring_gathers(32, 2, accumulation=4)
-    (62, 242)
-    >>> ring_gathers(32, 2, accumulation=1, every=2), ring_gathers(32, 2, accumulation=1, every=8)
-    (62, 88)
+    >>> [ring_gathers(((1, True),) * 32, 2, accumulation=k) for k in (1, 4)]
+    [62, 242]
+    >>> [ring_gathers(((1, True),) * 32, 2, accumulation=1, every=n) for n in (2, 8)]
+    [62, 88]
     """
-    if every <= 1:
-        passes = 2 * accumulation
-        return passes * blocks - (passes - 1) * slots
-    once, twice = _misses(blocks, slots, every, 1), _misses(blocks, slots, every, 2)
-    return once + (accumulation - 1) * (twice - once)  # All micro-steps but the first are alike.
-
-
-def _misses(blocks: int, slots: int, every: int, micro_steps: int) -> int:
-    """Walk the blocks up and down, segment by segment, and count what is not in its slot."""
-    down: list[int] = []
-    for first in reversed(range(0, blocks, every)):
-        segment = range(first, min(first + every, blocks))
-        down += [*segment, *reversed(segment)]
-    held = [-1] * slots
-    misses = 0
-    for _ in range(micro_steps):
-        for i in (*range(blocks), *down):
-            if held[i % slots] != i:
-                misses, held[i % slots] = misses + 1, i
-    return misses
+    first, end = blocks or (0, len(members))
+    up = list(range(len(members)))
+    segments = [[i] for i in up[:first]]
+    segments += [up[i : min(i + every, end)] for i in range(first, end, every)] + [[i] for i in up[end:]]
+    down = [i for s in reversed(segments) for i in ([*s, *reversed(s)] if len(s) > 1 else s)]
+    held: dict[int, int] = {}
+    totals = []
+    for _ in range(min(accumulation, 2)):
+        total = 0
+        for i in [*up, *(i for i in down if members[i][1])]:
+            if held.get(i % slots) != i:
+                held[i % slots] = i
+                total += members[i][0]
+        totals.append(total)
+    return totals[0] + (accumulation - 1) * totals[-1]
 
 
 def textbook_volume(stage: int, accumulation: int) -> int:

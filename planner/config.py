@@ -10,8 +10,11 @@ Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "eager"]
 Device = Literal["cuda", "cpu"]
 Saving = Literal["foreground", "background"]
+Reduce = Literal["exchange", "scatter"]
+Transport = Literal["collectives", "copies"]
 Runtime = Literal["zplan", "deepspeed", "fsdp2", "ddp"]
 CrossEntropy = Literal["plain", "bf16", "chunked", "fused"]
+Kernels = Literal["torch", "fused"]
 Place = Literal["none", "cpu", "nvme"]
 
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -78,6 +81,15 @@ class Choice:
     """Elements; cap of one reduce (`reduce_bucket_size`): 128 MiB in fp32."""
     device: Device = "cuda"
     """Whose op table the activations follow."""
+    compile: bool = False
+    """Each block's `forward` goes through `torch.compile`. It decides itself what backward is given, so the activation
+    lines are then those of the uncompiled blocks, as an upper bound."""
+    reduce: Reduce = "exchange"
+    """`exchange`: gradients travel in the compute dtype and are added up in fp32 where they arrive. `scatter`: an fp32
+    reduce-scatter. At stage 0, and at stage 1 with accumulation, whole fp32 gradients are reduced in place either way.
+    """
+    transport: Transport = "collectives"
+    """`copies`: ring slots and the exchange's slot lie in memory that the GPUs of one host read from each other."""
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
     runtime: Runtime = "zplan"
@@ -87,10 +99,14 @@ class Choice:
     reduce_dtype: Precision = "fp32"
     """dtype in which gradients are reduced and accumulated."""
     cross_entropy: CrossEntropy = "plain"
+    kernels: Kernels = "torch"
+    """`fused`: norms, gates and rotary embeddings of the built-in decoder by kernels of zplan's own."""
     checkpoint_every: int = 1
     """Blocks in one checkpointed segment."""
     checkpoint_offload: bool = False
     """Inputs of checkpointed segments wait in host memory."""
+    padded: bool = False
+    """Sequences are padded to `seq` rather than packed: a mask says which tokens count, and attention takes it."""
     offload: Offload = Offload()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -118,6 +134,11 @@ class Choice:
     def reduce_itemsize(self) -> int:
         """Bytes of one gradient element on the wire and in accumulation."""
         return ITEMSIZE[self.reduce_dtype]
+
+    @property
+    def copies(self) -> bool:
+        """Whether GPUs read each other's buffers: on one GPU, or on CPUs, there is nobody to read from."""
+        return self.transport == "copies" and self.world_size > 1 and self.device == "cuda"
 
     @property
     def sharded(self) -> bool:

@@ -12,7 +12,19 @@ from typing import Any, get_args
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
-from zplan.planner.config import Attention, Checkpointing, Choice, Offload, Place, Precision, Saving
+from zplan.planner.config import (
+    Attention,
+    Checkpointing,
+    Choice,
+    CrossEntropy,
+    Kernels,
+    Offload,
+    Place,
+    Precision,
+    Reduce,
+    Saving,
+    Transport,
+)
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
@@ -77,7 +89,23 @@ class TrainingConfig:
     max_live: int | None = None
     """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
+    checkpoint_every: int = 1
+    """Blocks in one checkpointed segment."""
+    checkpoint_offload: bool = False
+    """Inputs of checkpointed segments wait in host memory."""
+    padded: bool = False
+    """Sequences are padded to `seq`, and attention takes a mask."""
     attention: Attention = "sdpa"
+    compile: bool = False
+    """Each block's `forward` goes through `torch.compile`."""
+    reduce: Reduce | None = None
+    """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
+    transport: Transport | None = None
+    """None: copies where every GPU of the one host can read the others' memory, collectives elsewhere."""
+    cross_entropy: CrossEntropy = "plain"
+    """`fused`: the built-in decoder's head and loss in one, without whole logits."""
+    kernels: Kernels = "torch"
+    """`fused`: norms, gates and rotary embeddings of the built-in decoder by zplan's own kernels."""
     saving: Saving = "foreground"
     """`background`: checkpoints are copied to host memory first and written behind training."""
     seq: int | None = None
@@ -108,8 +136,10 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
     return max(2, min(max_live // max(blocks, default=1), len(blocks)))
 
 
-_EXTRA_INTS = ("ring_slots", "seq")
-EXTRAS = (*_EXTRA_INTS, "checkpointing", "attention", "saving")
+_EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
+_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
+_EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
+EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS)
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -421,8 +451,19 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     for name in _EXTRA_INTS:
         if name in block:
             found[name] = want_int(name, where, block[name], least=2 if name == "ring_slots" else 1)
-    words = {"checkpointing": Checkpointing, "attention": Attention, "saving": Saving}
+    words = {
+        "checkpointing": Checkpointing,
+        "attention": Attention,
+        "cross_entropy": CrossEntropy,
+        "kernels": Kernels,
+        "reduce": Reduce,
+        "transport": Transport,
+        "saving": Saving,
+    }
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))
+    for name in _EXTRA_FLAGS:
+        if name in block:
+            found[name] = want_bool(name, where, block[name])
     return ()

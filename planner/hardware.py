@@ -34,6 +34,10 @@ class Gpu:
     """One direction."""
 
 
+NVLINK_TO_ALL = 300.0
+"""GB/s. Cards below it have bridges between two GPUs at best; from it on, boards join all GPUs of a node."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The machines of one job."""
@@ -51,6 +55,8 @@ class Hardware:
     notes: tuple[str, ...] = ()
     nvme_bytes: int | None = None
     """Per node; None when not given."""
+    nvlink: bool = False
+    """Whether NVLink joins all GPUs of a node."""
 
     @property
     def bf16(self) -> bool:
@@ -179,10 +185,10 @@ def hardware_from(
         On `cpu` a "GPU" is a rank and its memory an equal share of this machine's, unless given.
     """
     notes: tuple[str, ...] = ()
-    name, capability = gpu, ""
+    name, capability, links = gpu, "", 0.0
     if gpu is not None:
         row, notes = find_gpu(gpu)
-        name, capability = row.name, row.compute_capability
+        name, capability, links = row.name, row.compute_capability, _links(row)
         mem_bytes = mem_bytes or row.mem_bytes
     elif device == "cpu":
         gpus, name = gpus or 1, "CPU rank"
@@ -190,6 +196,7 @@ def hardware_from(
     elif mem_bytes is None:
         here, count, notes = _this_machine()
         name, capability, mem_bytes = here.name, here.compute_capability, here.mem_bytes
+        links = here.nvlink_gb_s or 0.0
         gpus = gpus or count
     if gpus is None:
         gpus, notes = 1, (*notes, "--gpus is not given: one GPU")
@@ -200,7 +207,15 @@ def hardware_from(
             f"use {f'{fewer} or ' if fewer else ''}{fewer + nodes}",
         )
     assert mem_bytes is not None
-    return Hardware(gpus, nodes, mem_bytes, name, host_mem_bytes, capability, notes, nvme_bytes)
+    nvlink = links >= NVLINK_TO_ALL
+    return Hardware(gpus, nodes, mem_bytes, name, host_mem_bytes, capability, notes, nvme_bytes, nvlink)
+
+
+def _links(row: Gpu) -> float:
+    """NVLink of a row, for boards that join all GPUs of a node: PCIe cards have bridges between two at best."""
+    return (
+        row.nvlink_gb_s or 0.0 if row.vendor == "NVIDIA" and "PCIe" not in row.name and "NVL" not in row.name else 0.0
+    )
 
 
 def host_memory() -> int:
@@ -218,4 +233,5 @@ def _this_machine() -> tuple[Gpu, int, tuple[str, ...]]:
     if len({(g.device_name, g.mem_bytes) for g in found}) > 1:
         notes = (f"this machine's {len(found)} GPUs differ: the smallest, {least.device_name}, stands for all",)
     row = next((r for r in read_gpus() if r.device_name == least.device_name), None)
-    return replace(least, name=row.name if row else least.device_name), len(found), notes
+    links = _links(row) if row else 0.0
+    return replace(least, name=row.name if row else least.device_name, nvlink_gb_s=links), len(found), notes

@@ -42,10 +42,20 @@ class Unit:
     """No gradient, no optimizer state. Frozen parameters of a module are a unit beside its trainable ones."""
     itemsize: int | None = None
     """Bytes of one element where they keep a dtype of their own (frozen integers); None for the compute dtype."""
+    quantized: bool = False
+    """Frozen in 4 bits (`planner/adapters.py`); shapes stay those of the whole weights."""
+    guest: bool = False
+    """An embedding or a head whose weight is known to be read in its own module's forward alone, so that it may borrow
+    a slot of the blocks' ring."""
 
     @property
     def numel(self) -> int:
         return sum(p.numel for p in self.params)
+
+    @property
+    def base_name(self) -> str:
+        """Of the module: frozen parameters of `blocks.0` are the unit `blocks.0:frozen`."""
+        return self.name.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,23 @@ class Architecture:
         return int(dict(self.traits).get(name, 0))
 
 
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""What follows a module's name in the names of its adapter's two parameters."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters beside a frozen base (Hu et al. 2021, LoRA)."""
+
+    rank: int
+    targets: tuple[str, ...]
+    """Modules within a block that have one, in order."""
+    embeddings: bool = False
+    """Embedding and head are trained in full beside them."""
+    quantized: bool = False
+    """The frozen linear maps of the blocks are 4 bits wide (Dettmers et al. 2023, QLoRA)."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model: a name, its shape where one is known, and its units in forward order."""
@@ -91,11 +118,18 @@ class ModelSpec:
     name: str
     units: tuple[Unit, ...]
     arch: Architecture | None = None
+    adapters: Adapters | None = None
+    """What is trained instead of the model itself; its units say the same by their `frozen`."""
 
     @cached_property
     def num_params(self) -> int:
         """Unique parameters: a tied head is counted once."""
         return sum(u.numel for u in self.units)
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that have gradients and optimizer states."""
+        return sum(u.numel for u in self.units if not u.frozen)
 
     @property
     def num_active(self) -> int | None:
@@ -121,6 +155,11 @@ def architecture_values(a: Architecture) -> dict[str, Any]:
     return {k: v for k, v in values.items() if not a.runnable or k not in ESTIMATE_ONLY}
 
 
+def adapter_values(a: Adapters | None) -> dict[str, Any] | None:
+    """Adapters as JSON values; None where there are none."""
+    return None if a is None else {**asdict(a), "targets": list(a.targets)}
+
+
 def decoder_units(a: Architecture) -> tuple[Unit, ...]:
     """Units in forward order, with the parameter names of `runtime/decoder.py`, or of the Hugging Face class."""
     if not a.runnable:
@@ -136,7 +175,7 @@ def _block(i: int, *rows: tuple[str, tuple[int, ...]]) -> Unit:
 
 def _head(a: Architecture) -> Unit:
     """The head's own weight; none when it is tied to the embedding."""
-    return Unit("head", "head", () if a.tied else (Param("head.weight", (a.vocab, a.hidden)),))
+    return Unit("head", "head", () if a.tied else (Param("head.weight", (a.vocab, a.hidden)),), guest=not a.tied)
 
 
 def _llama_units(a: Architecture) -> tuple[Unit, ...]:
@@ -157,7 +196,7 @@ def _llama_units(a: Architecture) -> tuple[Unit, ...]:
         for i in range(a.layers)
     )
     return (
-        Unit("embed", "embed", (Param("embed.weight", (a.vocab, a.hidden)),)),
+        Unit("embed", "embed", (Param("embed.weight", (a.vocab, a.hidden)),), guest=not a.tied),
         *blocks,
         Unit("norm", "norm", (Param("norm.weight", (a.hidden,)),)),
         _head(a),
@@ -185,8 +224,8 @@ def _gpt2_units(a: Architecture) -> tuple[Unit, ...]:
         for i in range(a.layers)
     )
     return (
-        Unit("embed", "embed", (Param("embed.weight", (a.vocab, h)),)),
-        Unit("positions", "embed", (Param("positions.weight", (a.max_seq, h)),)),
+        Unit("embed", "embed", (Param("embed.weight", (a.vocab, h)),), guest=not a.tied),
+        Unit("positions", "embed", (Param("positions.weight", (a.max_seq, h)),), guest=True),
         *blocks,
         Unit("norm", "norm", (Param("norm.weight", (h,)), Param("norm.bias", (h,)))),
         _head(a),

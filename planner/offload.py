@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zplan.planner.buffers import full_gradients, uses_reduce_slots
+from zplan.planner.buffers import full_gradients, reduce_lines
 from zplan.planner.config import Choice, Offload
 from zplan.planner.layout import ceil_to
 from zplan.planner.ledger import Line, Tier
@@ -136,9 +136,9 @@ def _buffers(
         _buffer("offload.params", largest * choice.itemsize, (time.always,) * STAGING, "pinned"),
     ]
     if share > 1 and full_gradients(choice):
-        # Whole gradients are reduced in every micro-step then, which takes the slot that shards take.
-        assert not uses_reduce_slots(choice)
-        found.append(_buffer("grads.slot", piece * choice.reduce_itemsize, (reducing,), "device"))
+        # Whole gradients are reduced in every micro-step then, which takes the slots that shards take.
+        slots = reduce_lines(moved, replace(choice, accumulation=1), time)
+        found += [replace(line, source="estimate", note=NOTE, low=line.nbytes, high=line.nbytes) for line in slots]
     if choice.offload.optimizer == "nvme":
         states = _largest_states(moved, lines, choice)
         found.append(_buffer("offload.nvme.states", states, (time.always,) * STEPPING, "pinned"))

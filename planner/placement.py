@@ -1,9 +1,15 @@
 """What one rank keeps of each unit, and where: the decisions that states, buffers and the runtime share.
 
 [Note: resident and ringed] At stage 3 on several ranks, blocks of equal size share a ring of K slots and hold no 16-bit
-copy between uses (*ringed*). Every other unit (embedding, final norm, head, a size class with no more than K units, and
-anything tied) is *resident*: its flat buffer in the compute dtype is always there. At stages 0 to 2 all units are
-resident. On one rank nothing is sharded, whatever the stage.
+copy between uses (*ringed*). Every other unit (final norm, a size class with no more than K units, and anything tied)
+is
+*resident*: its flat buffer in the compute dtype is always there. At stages 0 to 2 all units are resident. On one rank
+nothing is sharded, whatever the stage.
+
+[Note: guests] An embedding and a head whose weights are read in their own forward alone borrow slots of the largest
+ring: in forward order the members of a ring take its slots in turn, so the embedding's is free again for the second
+block, and the head's was the last block's but one. Slots grow where a guest is larger than a block, as long as that
+costs less than the flat buffers that it saves.
 
 [Note: masters] In bf16 a rank keeps fp32 master weights of its slices. In fp32 the resident flat buffer's own slices
 *are* the master weights; only a ringed unit keeps them apart, since its slot holds other blocks in between.
@@ -11,7 +17,7 @@ resident. On one rank nothing is sharded, whatever the stage.
 [Note: frozen] Frozen parameters are units of their own beside the trainable ones of the same module: no master, no
 moments, no gradient. A ringed one is cast from a shard in its own dtype (the compute dtype), so at stage 3 a frozen
 base costs 2P/N in bf16. A resident one (stages 0 to 2, embedding, head, integers) is whole on every rank and never
-gathered again.
+gathered again. Weights of 4 bits are resident everywhere, like integers.
 """
 
 from __future__ import annotations
@@ -26,6 +32,9 @@ from zplan.planner.layout import UnitLayout, lay_out
 from zplan.planner.models import ModelSpec, Unit
 from zplan.planner.optimizers import kind_of
 
+NF4_CLASS = "nf4"
+"""Size class of weights of 4 bits."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -38,6 +47,10 @@ class Placement:
     ringed: bool
     slot: int
     """Index of the ring slot; meaningless when resident."""
+    ring: str
+    """Size class of the blocks whose ring it is in; empty when resident."""
+    slot_numel: int
+    """Elements of that ring's slots: its largest member's."""
     owned_numel: int
     """Elements whose master weights and moments this rank keeps: the shard, or everything at stage 0."""
     has_master: bool
@@ -58,8 +71,17 @@ class Placement:
         return not self.frozen or self.ringed
 
     def buffer_bytes(self, choice: Choice) -> int:
-        """Of the whole unit as compute reads it."""
+        """Of the whole unit as compute reads it; of a quantized one as it is kept."""
+        if self.unit.quantized:
+            from zplan.planner.adapters import nf4_bytes
+
+            return sum(nf4_bytes(p.numel) for p in self.unit.params)
         return self.layout.padded_numel * (self.unit.itemsize or choice.itemsize)
+
+    @property
+    def reads_in_backward(self) -> bool:
+        """Whether the unit's backward reads its values: an embedding's needs the token ids alone."""
+        return not (self.ringed and self.unit.kind == "embed")
 
 
 def shards_states(choice: Choice) -> bool:
@@ -70,20 +92,10 @@ def shards_states(choice: Choice) -> bool:
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     """Placement of every unit that has parameters, in forward order."""
     # A search asks for many choices that differ only in what moves no parameter.
-    return _place(
-        spec,
-        replace(
-            choice,
-            micro_batch=1,
-            accumulation=1,
-            seq=1,
-            checkpointing="none",
-            attention="sdpa",
-            cross_entropy="plain",
-            checkpoint_every=1,
-            checkpoint_offload=False,
-        ),
-    )
+    same = replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa")
+    same = replace(same, cross_entropy="plain", kernels="torch", checkpoint_every=1, checkpoint_offload=False)
+    same = replace(same, padded=False)
+    return _place(spec, same)
 
 
 @lru_cache(maxsize=64)
@@ -95,19 +107,57 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
     """As `place`, for units of any module; `tied` names units that other units read from."""
     layouts = _lay_out_all(units, choice)
     names = _size_classes(units, layouts)
-    count = Counter(names)
+    # Parameters that lie off the device come through a ring, on one rank too.
+    fetched = choice.runtime == "zplan" and choice.stage == 3 and choice.offload.params != "none"
+    rings = _rings(units, layouts, names, choice, tied) if choice.sharded or fetched else {}
+    numel: dict[str, int] = {}
+    for u, lay in zip(units, layouts, strict=True):
+        if u.name in rings:
+            numel[rings[u.name]] = max(numel.get(rings[u.name], 0), lay.padded_numel)
     out, seen = [], Counter[str]()
     for u, lay, name in zip(units, layouts, names, strict=True):
-        in_ring = u.kind == "block" and u.name not in tied and u.itemsize is None and count[name] > choice.ring_slots
-        # Parameters that lie off the device come through a ring, on one rank too.
-        fetched = choice.runtime == "zplan" and choice.stage == 3 and choice.offload.params != "none"
-        ringed = (choice.sharded or fetched) and in_ring
-        shares = ringed if u.frozen else shards_states(choice)
+        ring = rings.get(u.name, "")
+        shares = bool(ring) if u.frozen else shards_states(choice)
         owned = lay.shard_numel if shares else lay.padded_numel
-        has_master = not u.frozen and kind_of(choice.optimizer).master and (choice.precision != "fp32" or ringed)
-        out.append(Placement(u, lay, name, ringed, seen[name] % choice.ring_slots, owned, has_master))
-        seen[name] += 1
+        has_master = not u.frozen and kind_of(choice.optimizer).master and (choice.precision != "fp32" or bool(ring))
+        slot = seen[ring] % choice.ring_slots if ring else 0
+        out.append(Placement(u, lay, name, bool(ring), slot, ring, numel.get(ring, 0), owned, has_master))
+        seen[ring] += 1
     return tuple(out)
+
+
+def _compute_dtype(u: Unit) -> bool:
+    """Whether a unit is kept in the dtype of compute: not integers, and not 4 bits."""
+    return u.itemsize is None and not u.quantized
+
+
+def _rings(
+    units: Sequence[Unit], layouts: Sequence[UnitLayout], names: Sequence[str], choice: Choice, tied: frozenset[str]
+) -> dict[str, str]:
+    """Unit name -> the size class whose ring it is in, for ringed units. See [Note: guests]."""
+    count = Counter(names)
+    rings = {
+        u.name: name
+        for u, name in zip(units, names, strict=True)
+        if u.kind == "block" and u.name not in tied and _compute_dtype(u) and count[name] > choice.ring_slots
+    }
+    sizes = {
+        name: lay.padded_numel
+        for u, lay, name in zip(units, layouts, names, strict=True)
+        if u.name in rings and not u.frozen
+    }
+    guests = [
+        (u.name, lay.padded_numel)
+        for u, lay in zip(units, layouts, strict=True)
+        if u.guest and u.params and not u.frozen and u.name not in tied
+    ]
+    if not sizes or not guests:
+        return rings
+    host = max(sizes, key=lambda name: sizes[name])
+    growth = max(0, max(n for _, n in guests) - sizes[host]) * choice.ring_slots
+    if growth >= sum(n for _, n in guests):
+        guests = [(name, n) for name, n in guests if n <= sizes[host]]
+    return {**rings, **{name: host for name, _ in guests}}
 
 
 def _lay_out_all(units: Sequence[Unit], choice: Choice) -> list[UnitLayout]:
@@ -133,6 +183,9 @@ def _size_classes(units: Sequence[Unit], layouts: Sequence[UnitLayout]) -> list[
     for u, lay in zip(units, layouts, strict=True):
         if u.kind != "block":
             out.append(u.name)
+            continue
+        if u.quantized:
+            out.append(NF4_CLASS)
             continue
         size = (lay.padded_numel, lay.numel, u.itemsize)
         known = sizes[u.frozen]

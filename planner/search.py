@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, get_args
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
+from zplan.planner.buffers import page_lines
 from zplan.planner.comm import Traffic, traffic
 from zplan.planner.config import Checkpointing, Choice, Offload
 from zplan.planner.errors import ZplanError
@@ -29,19 +30,23 @@ from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line
 from zplan.planner.overhead import overhead_lines
 from zplan.planner.peer_rules import PARALLEL, allowed_stages, check_shape, data_parallel
+from zplan.planner.placement import place
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
 from zplan.planner.sources import Model
-from zplan.planner.textbook import runtime_rate
+from zplan.planner.textbook import Rate, runtime_rate
 from zplan.planner.tiers import OffDevice
-from zplan.planner.timeline import timeline
+from zplan.planner.timeline import Timeline, timeline
 
 if TYPE_CHECKING:
     from zplan.planner.clock import Clock
     from zplan.planner.step_time import StepTime
 
 STAGES = (0, 1, 2, 3)
-TRAINING = ("optimizer", "reduce_dtype", "runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz")
+TRAINING = (
+    *("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded"),
+    *("runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz"),
+)
 """Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
 POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
 """Families that cannot run a longer sequence than they have positions for."""
@@ -190,12 +195,19 @@ class Search:
         self, stage: int, batch: Batch, checkpointing: Checkpointing, *, offload: Offload | None = None
     ) -> Choice:
         """A choice with everything else as asked for or by default; `offload` instead of what was asked."""
-        names = ("precision", "attention", "ring_slots", "piece_numel", "device", "saving", "offload", *TRAINING)
-        fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
+        wanted = (
+            *("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "device", "compile"),
+            *("reduce", "transport", "saving", "offload", *TRAINING),
+        )
+        fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
         if not self.hardware.bf16:
             fixed.setdefault("precision", "fp16")
+        if self.hardware.nodes > 1:
+            fixed.setdefault("reduce", "scatter")
+        elif self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
+            fixed.setdefault("transport", "copies")
         if offload is not None:
             fixed["offload"] = offload
         if "offload" in fixed and stage < 3:
@@ -222,7 +234,8 @@ class Search:
 
     def _evaluate(self, choice: Choice) -> Row:
         def further(phases: Sequence[str]) -> tuple[Line, ...]:
-            return (*overhead_lines(self.hardware, choice, phases), *self._remainder(choice, phases))
+            extra = (*overhead_lines(self.hardware, choice, phases), *self._remainder(choice, phases))
+            return (*extra, *self._pages(choice, phases))
 
         def write_out() -> Ledger:
             # Of another runtime's ranks the one that holds most decides.
@@ -255,11 +268,19 @@ class Search:
             write_out=write_out,
         )
 
+    def _pages(self, choice: Choice, phases: Sequence[str]) -> list[Line]:
+        """Ends of pages of buffers that other GPUs read: they do not depend on the depth of the model."""
+        if not choice.copies or choice.runtime != "zplan":
+            return []
+        spec = self.folding(choice).specs[0] if foldable(choice) else self.model.spec
+        return page_lines(place(spec, choice), choice, Timeline(tuple(phases), {}))
+
     def _remainder(self, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
         missing = self.model.missing_params
         if not self.remainder or not missing:
             return ()
-        rate = runtime_rate(choice)
+        whole = Rate(0, choice.itemsize) if choice.sharded else Rate(choice.itemsize, 0)
+        rate = whole if self.model.spec.adapters else runtime_rate(choice)
         note = f"{missing:,} parameters that the assumed shape lacks, at {rate.formula()} bytes"
         nbytes = rate.of(missing, choice.world_size)
         always = (0, len(phases) - 1)

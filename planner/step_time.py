@@ -285,7 +285,7 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     later = [Queue(1, p.front, 0.0), Queue(kept, p.block, 0.0), Queue(layers - kept, p.block, gather[1])]
     later.append(Queue(1, p.end, 0.0))
     every = c.checkpoint_every if c.checkpointing == "full" else 1
-    again = ring_gathers(layers, kept, accumulation=1, every=every) - layers
+    again = ring_gathers(((1, True),) * layers, kept, accumulation=1, every=every) - layers
     again_each = gather[1] * again / max(1, layers - kept)
     back = [Queue(1, p.end_backward, 0.0), Queue(kept, p.block_backward, 0.0)]
     back += [Queue(layers - kept, p.block_backward, again_each), Queue(1, p.front_backward, 0.0)]

@@ -189,6 +189,12 @@ def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
     """The optimizer, and whatever else was asked about how to train; limits of the runtime are named."""
     from zplan.planner.runnable import limits
 
+    a = search.model.spec.adapters
+    if a is not None:
+        beside = ", embedding and head in full" if a.embeddings else ""
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in a.targets))
+        base = "; base in 4 bits" if a.quantized else ""
+        yield Decision("lora", f"rank {a.rank}", chosen=False, reason=f"asked by --lora; on {names}{beside}{base}")
     cannot = {limit.key: limit.why for limit in limits(choice)}
     for name in ("offload", *TRAINING):
         by = search.request.fixed_by.get(name)
@@ -205,14 +211,19 @@ _DEFAULTS: dict[str, str] = {
     "seq": "",
     "precision": "16-bit weights with fp32 master weights and reduction",
     "attention": "torch's fused attention keeps no score matrix",
+    "cross_entropy": "torch's, from whole logits in fp32; `fused` never holds them in full",
+    "kernels": "torch's own norms, gates and rotary embeddings",
     "ring_slots": "one block computes while the next is gathered",
     "piece_numel": "128 MiB in fp32: long enough for full bandwidth",
     "device": "a GPU unless --device cpu",
+    "compile": "eager blocks keep what the ledger says, to the byte",
+    "reduce": "",
+    "transport": "",
     "saving": "training waits for a checkpoint, and no copy of the states lies in host memory",
 }
 """Choices with a plain default, and why that default."""
 
-_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving")
+_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving", "kernels", "compile")
 """Those that no other runtime knows."""
 
 
@@ -232,6 +243,7 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         yield "accumulation", f"{per_rank} / {c.micro_batch}"
     if not search.hardware.bf16:
         yield "precision", f"{search.hardware.gpu} does not compute in bf16"
+    yield from _link_reasons(search, c)
     if prefers_eager(search.model.arch):
         yield "attention", "its class refuses or masks torch's fused attention"
     if search.model.assumed:
@@ -258,6 +270,22 @@ def _stage_reason(search: Search, row: Row, rows: Sequence[Row]) -> str:
     if lower is None:
         return f"the lowest that {NAMES[c.runtime]} has for what is asked"
     return f"the lowest that fits, and {why}; stage {lower.choice.stage} is {over_by(lower)}"
+
+
+def _link_reasons(search: Search, c: Choice) -> Iterator[tuple[str, str]]:
+    """Why gradients and parameters travel as they do."""
+    if c.reduce == "exchange":
+        yield "reduce", "on one host gradients travel in the compute dtype and are added up in fp32"
+    else:
+        yield "reduce", f"over {search.hardware.nodes} nodes an fp32 reduce-scatter, which knows the network"
+    if c.transport == "copies":
+        yield "transport", "NVLink joins all GPUs of the node: copy engines move parameters while every SM computes"
+    elif c.device == "cpu":
+        yield "transport", "what CPUs have"
+    elif search.hardware.nodes > 1:
+        yield "transport", "over several nodes there is no common memory"
+    else:
+        yield "transport", "copies need GPUs that reach each other over NVLink, which this card is not known to have"
 
 
 def _checkpointing_reason(search: Search, row: Row) -> str:

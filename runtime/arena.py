@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from zplan.planner.errors import ZplanError
+from zplan.runtime.mesh import Mesh
+from zplan.runtime.symmetric import Shared
 
 
 class Arena:
@@ -28,6 +30,13 @@ class Arena:
         if fill is not None:
             out.fill_(fill)
         self._given.setdefault(line, []).append(weakref.ref(out.untyped_storage()))
+        return out
+
+    def take_shared(self, line: str, numel: int, dtype: torch.dtype, mesh: Mesh) -> Shared:
+        """A buffer on every rank that all of them read. Every rank must take it at the same point."""
+        assert mesh.gathers is not None
+        out = Shared(numel, dtype, self.device, mesh.gathers, mesh.timeout_s)
+        self._given.setdefault(line, []).append(weakref.ref(out.buffer.untyped_storage()))
         return out
 
     def take_host(self, line: str, numel: int, dtype: torch.dtype) -> Tensor:

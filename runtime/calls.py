@@ -165,8 +165,9 @@ class Schedule:
         rest, self.at = self.order[self.at :], len(self.order)
         return rest
 
-    def next_forward(self) -> str | None:
-        return self.order[self.at] if self.at < len(self.order) and not self.recording else None
+    def next_forward(self) -> Sequence[str]:
+        """Units to come in this forward, the next one first."""
+        return () if self.recording else self.order[self.at :]
 
     def next_backward(self) -> str | None:
         if self.recording:

@@ -24,10 +24,10 @@ from zplan import __version__
 from zplan.planner.errors import ZplanError
 from zplan.planner.saving import snapshot_numel
 from zplan.runtime import checkpoint_folder as folder
-from zplan.runtime.checkpoint_format import STATES, DataFile, FileRecord, Manifest
+from zplan.runtime.checkpoint_format import DataFile, FileRecord, Manifest
 from zplan.runtime.checkpoint_frozen import FrozenFiles
 from zplan.runtime.checkpoint_load import parameters_of
-from zplan.runtime.checkpoint_ranges import extents, state_tensor
+from zplan.runtime.checkpoint_ranges import extents, state_tensor, states_of
 from zplan.runtime.checkpoint_resume import Loader, Resume
 from zplan.runtime.checkpoint_state import (
     aliases,
@@ -70,6 +70,7 @@ class Checkpoints:
         self.frozen = FrozenFiles(engine)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
+        self.sweeper = folder.Sweeper()
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -151,6 +152,7 @@ class Checkpoints:
             if self.engine.rank != 0:
                 return ""
             try:
+                self.sweeper.wait()
                 request.root.mkdir(parents=True, exist_ok=True)
                 lock = folder.WriteLock(request.root)
                 return str(folder.prepare(request.root, request.manifest.tag, overwrite=request.overwrite))
@@ -204,7 +206,7 @@ class Checkpoints:
         try:
             folder.commit(request.root, partial, manifest)
             if request.keep is not None:
-                folder.purge(request.root, request.keep, just_written=manifest.tag)
+                self.sweeper.start(folder.hide_old(request.root, request.keep, just_written=manifest.tag))
         except OSError as error:
             raise folder.unwritable(request.root / manifest.tag, error) from None
         return ""
@@ -220,7 +222,7 @@ class Checkpoints:
         return [
             (extent.range, extent.of(tensor_of(u, state)))
             for u in self.engine.trained
-            for state in STATES
+            for state in states_of(u)
             for extent in extents(u, state, tensor_of(u, state), everything=False)
         ]
 
@@ -232,7 +234,7 @@ class Checkpoints:
         )
         at = 0
         for u in e.trained:
-            for state in STATES:
+            for state in states_of(u):
                 self.copies[u.name, state] = self.snapshot[at : at + u.layout.shard_numel]
                 at += u.layout.shard_numel
 
@@ -240,7 +242,7 @@ class Checkpoints:
     def _take_snapshot(self) -> None:
         """Copy the states to the host. When this returns training may go on."""
         for u in self.engine.trained:
-            for state in STATES:
+            for state in states_of(u):
                 source, copy = state_tensor(u, state), self.copies[u.name, state]
                 if source.numel() == copy.numel():
                     copy.copy_(source, non_blocking=True)
@@ -251,7 +253,8 @@ class Checkpoints:
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Give the snapshot's memory back."""
+        """Give the snapshot's memory back, and be done with deleting."""
+        self.sweeper.wait()
         if self.snapshot is not None:
             self.copies.clear()
             self.engine.arena.unlock()

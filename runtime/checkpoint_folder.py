@@ -3,7 +3,8 @@
 [Note: commit] Data is written into `.partial.TAG.*` beside its target and synced. Then, on rank 0 and in this order:
 manifest, sync, rename to `TAG`, sync of the parent, `latest` by rename, sync. A kill at any moment leaves either the
 old state or the new one. A tag that is overwritten is renamed to `.aside.TAG` first; until the new one stands there,
-it counts under its own name. Older checkpoints are purged last, each renamed out of sight before it is deleted.
+it counts under its own name. Older checkpoints are purged last, each renamed out of sight before it is deleted; the
+deleting itself, which takes as long as a good part of a save, goes on beside training (`Sweeper`).
 
 [Note: lock] `flock` on `.lock` excludes a second writer. The kernel drops it with the process that held it, so a
 killed run leaves nothing to clean up by hand; whoever takes the lock clears what is left of unfinished saves.
@@ -17,6 +18,7 @@ import os
 import secrets
 import shutil
 import socket
+import threading
 from pathlib import Path
 
 from zplan.planner.errors import ZplanError
@@ -164,22 +166,46 @@ def point_latest(root: Path, tag: str) -> None:
     sync_folder(root)
 
 
-def purge(root: Path, keep: int, *, just_written: str) -> list[str]:
-    """Delete all but the newest `keep` checkpoints; what can't be read is not counted and not touched.
+def hide_old(root: Path, keep: int, *, just_written: str) -> list[Path]:
+    """Rename all but the newest `keep` checkpoints out of sight; what can't be read is not counted and not touched.
 
     Returns
     -------
     list
-        Tags that are gone.
+        What is left to delete. `recover` does it where nobody else did.
     """
     known = [(m.global_step, m.written_at, tag) for tag, m in manifests(root) if isinstance(m, Manifest)]
     old = [tag for *_, tag in sorted(known, reverse=True)[keep:] if tag != just_written]
-    for tag in old:
-        hidden = root / f"{PURGE}{tag}.{secrets.token_hex(4)}"
-        (root / tag).rename(hidden)
+    hidden = [root / f"{PURGE}{tag}.{secrets.token_hex(4)}" for tag in old]
+    for tag, path in zip(old, hidden, strict=True):
+        (root / tag).rename(path)
+    if hidden:
         sync_folder(root)
-        shutil.rmtree(hidden, ignore_errors=True)
-    return old
+    return hidden
+
+
+class Sweeper:
+    """Deletes hidden folders beside what else goes on."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+
+    def start(self, hidden: list[Path]) -> None:
+        self.wait()
+        if hidden:
+            self.thread = threading.Thread(target=self._sweep, args=(hidden,), name="zplan purge", daemon=False)
+            self.thread.start()
+
+    def wait(self) -> None:
+        """Until all is deleted, so that its space counts as free."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    @staticmethod
+    def _sweep(hidden: list[Path]) -> None:
+        for path in hidden:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 # --- looking: anybody, without the lock ------------------------------------------------------------------------------
@@ -206,9 +232,8 @@ def refuse_foreign(folder: Path) -> None:
     for pattern in ("mp_rank_*_model_states.pt", "*zero_pp_rank_*"):
         for path in folder.glob(pattern):
             raise ZplanError(
-                f"`{folder}` is a DeepSpeed checkpoint (`{path.name}`), and importing those is not built yet",
-                "make a model folder of it with the `zero_to_fp32.py` beside it (`--safe_serialization`), and start "
-                "from that with `zplan run --weights`: weights move over, moments do not",
+                f"`{folder}` is a DeepSpeed checkpoint (`{path.name}`)",
+                f"`zplan checkpoint import {folder} NEW_FOLDER` makes one of it that loads on any ranks",
             )
 
 

@@ -26,9 +26,13 @@ from typing import Any
 
 from zplan.planner.errors import ZplanError
 
-SCHEMA_VERSION = 1
-STATES = ("weight", "exp_avg", "exp_avg_sq")
-"""Of a trained parameter. `weight` is the fp32 master value, whatever the dtype of compute."""
+SCHEMA_VERSION = 2
+"""2 names the states of each parameter; in 1 they were those of AdamW."""
+WEIGHT = "weight"
+"""The first state of a trained parameter: its fp32 master value, whatever the dtype of compute. What follows are its
+optimizer's own, by the names that the optimizer has for them."""
+ADAMW = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a trained parameter."""
 FROZEN = "frozen"
 """The one state of a frozen parameter."""
 
@@ -136,15 +140,16 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One unique parameter."""
+    """One unique parameter. `moments` are the states that its optimizer keeps of it."""
 
     name: str
     shape: tuple[int, ...]
     frozen: bool = False
+    moments: tuple[str, ...] = ()
 
     @property
     def states(self) -> tuple[str, ...]:
-        return (FROZEN,) if self.frozen else STATES
+        return (FROZEN,) if self.frozen else (WEIGHT, *self.moments)
 
     @property
     def value(self) -> str:
@@ -220,17 +225,35 @@ class Manifest:
         crc = raw.pop("crc32", None)
         if crc != crc_of(raw):
             raise Damaged(f"`{path}` is damaged: its crc32 is not that of its content", OTHER)
-        if raw["schema_version"] != SCHEMA_VERSION:
-            # Version 1 is the first, so what is not ours is newer.
-            raise ZplanError(
-                f"`{path}` has schema version {raw['schema_version']} (zplan {raw.get('zplan_version')}), "
-                f"and this zplan reads version {SCHEMA_VERSION}",
-                "upgrade zplan on this machine",
-            )
-        parameters = tuple(Parameter(p["name"], tuple(p["shape"]), p["frozen"]) for p in raw.pop("parameters"))
+        migrate(raw, path)
+        parameters = tuple(
+            Parameter(p["name"], tuple(p["shape"]), p["frozen"], tuple(p["moments"])) for p in raw.pop("parameters")
+        )
         files = tuple(FileRecord(**f) for f in raw.pop("files"))
         scale = raw.pop("loss_scale")
         return Manifest(parameters=parameters, files=files, loss_scale=None if scale is None else tuple(scale), **raw)
+
+
+def migrate(raw: dict[str, Any], path: str) -> None:
+    """Bring a manifest of an older schema to this one, in place.
+
+    Raises
+    ------
+    ZplanError
+        When the schema is not one that this zplan knows.
+    """
+    version = raw["schema_version"]
+    if version not in range(1, SCHEMA_VERSION + 1):
+        newer = not isinstance(version, int) or version > SCHEMA_VERSION
+        raise ZplanError(
+            f"`{path}` has schema version {version} (zplan {raw.get('zplan_version')}), "
+            f"and this zplan reads versions 1 to {SCHEMA_VERSION}",
+            "upgrade zplan on this machine" if newer else "load it with the zplan that wrote it, and save it again",
+        )
+    if version < 2:
+        for p in raw["parameters"]:
+            p["moments"] = [] if p["frozen"] else list(ADAMW)
+    raw["schema_version"] = SCHEMA_VERSION
 
 
 OTHER = "`zplan checkpoint list` shows the others; `--resume auto` takes the newest that is whole"
@@ -276,23 +299,3 @@ def read_latest(text: bytes, path: str) -> str:
             f"`{path}` is damaged: its crc32 is not that of its content", "name a tag, or use `--resume auto`"
         )
     return tag
-
-
-def safetensors_header(ranges: list[Range], *, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Header of a safetensors file whose tensors are these ranges, one after the other.
-
-    The format is a little-endian length in 8 bytes, then that many bytes of JSON: dtype, shape and offsets by name.
-    """
-    return header_of([(r.key, r.dtype, (r.end - r.start,), r.nbytes) for r in ranges], metadata or {"format": "zplan"})
-
-
-def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """Header for `(name, dtype, shape, nbytes)` rows in file order."""
-    table: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name, dtype, shape, nbytes in tensors:
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        at += nbytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start on a multiple of 8
-    return len(text).to_bytes(8, "little") + text

@@ -13,7 +13,7 @@ from torch import Tensor
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import shards_states
 from zplan.runtime.checkpoint_format import Manifest, Parameter
-from zplan.runtime.checkpoint_ranges import NAMES, extents, state_tensor, states_of
+from zplan.runtime.checkpoint_ranges import NAMES, extents, moments_of, state_tensor, states_of
 from zplan.runtime.checkpoint_read import Checkpoint, Values
 from zplan.runtime.unit import FlatUnit
 
@@ -26,12 +26,14 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 def parameters_of(engine: Engine) -> tuple[Parameter, ...]:
     """Every unique parameter, in unit order."""
     return tuple(
-        Parameter(p.name, tuple(p.shape), u.placement.frozen) for u in engine.units for p in u.placement.unit.params
+        Parameter(p.name, tuple(p.shape), u.placement.frozen, () if u.placement.frozen else tuple(moments_of(u)))
+        for u in engine.units
+        for p in u.placement.unit.params
     )
 
 
-def check_model(mine: tuple[Parameter, ...], manifest: Manifest) -> None:
-    """Refuse a checkpoint of another model, naming what differs."""
+def check_model(mine: tuple[Parameter, ...], manifest: Manifest, *, weights_only: bool = False) -> None:
+    """Refuse a checkpoint of another model, or whose moments are another optimizer's, naming what differs."""
     want, have = ({p.name: p for p in side} for side in (mine, manifest.parameters))
     wrong = [f"`{n}` is missing" for n in want if n not in have]
     wrong += [f"`{n}` is not in this model" for n in have if n not in want]
@@ -48,6 +50,17 @@ def check_model(mine: tuple[Parameter, ...], manifest: Manifest) -> None:
             f"checkpoint `{manifest.tag}` is of another model: {', '.join(wrong[:3])}{more}",
             "build the model that was saved, with the same parameters frozen, or load another checkpoint",
         )
+    for n in () if weights_only else both:
+        if set(want[n].moments) != set(have[n].moments):
+            raise ZplanError(
+                f"checkpoint `{manifest.tag}` is of another optimizer: of `{n}` it has {_names(have[n])}, and this one "
+                f"keeps {_names(want[n])}",
+                "configure the optimizer that was saved, or load with `weights_only=True` and begin its states anew",
+            )
+
+
+def _names(p: Parameter) -> str:
+    return ", ".join(f"`{m}`" for m in p.moments) or "no moments"
 
 
 def _word(p: Parameter) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zplan.runtime.checkpoint_folder import read_manifest
-from zplan.runtime.checkpoint_format import OTHER, Damaged, FileRecord, Manifest, RankIndex, Stored
+from zplan.runtime.checkpoint_format import OTHER, Damaged, FileRecord, Manifest, Parameter, Range, RankIndex, Stored
 
 Values = NDArray[Any]
 """Elements as stored; bf16 as the 16-bit integers of its bits, which NumPy has no name for."""
@@ -38,6 +38,25 @@ NUMPY = {
 }
 NAMED = 4
 """Missing stretches that an error spells out."""
+
+
+def coverage_faults(parameters: Sequence[Parameter], ranges: Iterable[Range]) -> list[str]:
+    """Stretches that are missing or there twice, and ranges of no parameter; empty when every element is there once."""
+    found: dict[tuple[str, str], list[Range]] = {}
+    for r in ranges:
+        found.setdefault((r.state, r.name), []).append(r)
+    wrong = []
+    for p in parameters:
+        for state in p.states:
+            at = 0
+            for r in sorted(found.pop((state, p.name), ()), key=lambda r: r.start):
+                if r.start != at:
+                    what = "twice" if r.start < at else "missing"
+                    wrong.append(f"`{state}|{p.name}|{min(at, r.start)}:{max(at, r.start)}` {what}")
+                at = max(at, r.end)
+            if at != p.numel:
+                wrong.append(f"`{state}|{p.name}|{at}:{p.numel}` missing")
+    return wrong + [f"`{state}|{name}` of no parameter" for state, name in found]
 
 
 @dataclass(frozen=True)
@@ -113,20 +132,7 @@ class Checkpoint:
 
     def _check_coverage(self) -> None:
         """Every element of every state of every parameter, once."""
-        wrong = []
-        for p in self.manifest.parameters:
-            for state in p.states:
-                name, at = p.name, 0
-                for place in self.places.get((state, name), ()):
-                    r = place.stored.range
-                    if r.start != at:
-                        what = "twice" if r.start < at else "missing"
-                        wrong.append(f"`{state}|{name}|{min(at, r.start)}:{max(at, r.start)}` {what}")
-                    at = max(at, r.end)
-                if at != p.numel:
-                    wrong.append(f"`{state}|{name}|{at}:{p.numel}` missing")
-        known = {(state, p.name) for p in self.manifest.parameters for state in p.states}
-        wrong += [f"`{state}|{name}` of no parameter" for state, name in self.places if (state, name) not in known]
+        wrong = coverage_faults(self.manifest.parameters, [p.stored.range for row in self.places.values() for p in row])
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise Damaged(f"`{self.folder}` does not cover its parameters: {', '.join(wrong[:NAMED])}{more}", OTHER)

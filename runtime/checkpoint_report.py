@@ -112,7 +112,10 @@ def differences(a: Checkpoint, b: Checkpoint) -> list[Difference]:
     """
     ours, theirs = a.manifest.parameters, b.manifest.parameters
     if set(ours) != set(theirs):
-        here, there = ({p.name: f"{p.shape}{' frozen' * p.frozen}" for p in side} for side in (ours, theirs))
+        here, there = (
+            {p.name: f"{p.shape} {'frozen' if p.frozen else 'with ' + ', '.join(p.states)}" for p in side}
+            for side in (ours, theirs)
+        )
         odd = next(n for n in [*here, *there] if here.get(n) != there.get(n))
         raise ZplanError(
             f"the checkpoints are of different models: `{odd}` is {here.get(odd, 'missing')} in the first and "

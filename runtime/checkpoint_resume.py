@@ -89,7 +89,7 @@ class Loader:
 
         def check() -> str:
             opened.append(Checkpoint(path))
-            check_model(parameters_of(e), opened[0].manifest)
+            check_model(parameters_of(e), opened[0].manifest, weights_only=weights_only)
             return ""
 
         def fill() -> str:
@@ -123,13 +123,18 @@ class Loader:
         e.optimizer.applied.fill_(float(m.applied_steps))
         e.global_steps, e.global_samples = m.global_step, m.global_samples
         if e.optimizer.scaler is not None:
-            self._note(f"the loss scale is not in checkpoints: it begins at {e.optimizer.scaler.scale.item():g} again")
-        if m.loss_scale is not None and e.optimizer.scaler is not None:
-            e.optimizer.scaler.restore(list(m.loss_scale))
+            if m.loss_scale is not None:
+                e.optimizer.scaler.restore(list(m.loss_scale))
+            else:
+                scale = e.optimizer.scaler.scale.item()
+                self._note(f"a checkpoint of {m.training['precision']} has no loss scale: it begins at {scale:g}")
         if m.training["lr"] == e.training_config.lr:
             e.optimizer.param_groups[0]["lr"] = m.lr  # what a schedule had made of it; a new config's value wins
-        if m.world_size == e.world_size:
-            restore_random(checkpoint.indices[e.rank].random, e.device)
+        random = {} if m.world_size != e.world_size else checkpoint.indices[e.rank].random
+        if random:
+            restore_random(random, e.device)
+        elif m.world_size == e.world_size:
+            self._note("random states are not in it: not restored")
         else:
             self._note(f"random states are those of {m.world_size} ranks and this job has {e.world_size}: not restored")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from zplan.planner.errors import ZplanError
 from zplan.planner.saving import CHECKSUM_NUMEL
 from zplan.runtime.mesh import Mesh
+from zplan.runtime.symmetric import Shared
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,11 +48,14 @@ class Collectives:
         self.instance = next(_instances)
         self.on_gloo = mesh.reduces is not None and dist.get_backend(mesh.reduces) == "gloo"
 
-    def all_gather(self, pieces: Sequence[tuple[Tensor, Tensor]], unit: str) -> None:
+    def all_gather(self, pieces: Sequence[tuple[Tensor, Tensor]], unit: str, shared: Shared | None = None) -> None:
         """Fill each `full` (1D) with every rank's `own`, which is this rank's slice of it; all `(full, own)` as one
-        group.
+        group. Where they are views of a `shared` buffer, by copies.
         """
         self._announce("all_gather", unit)
+        if shared is not None:
+            shared.gather([full for full, _ in pieces])
+            return
         group = nullcontext() if self.on_gloo or len(pieces) == 1 else self._one_launch()
         with group:
             for full, own in pieces:
@@ -72,6 +76,21 @@ class Collectives:
         mine = full[self.mesh.rank * own.numel() : (self.mesh.rank + 1) * own.numel()]
         if mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
+
+    def exchange_slices(self, received: Tensor, full: Tensor, unit: str, shared: Shared | None = None) -> None:
+        """Send every rank its slice of `full`; `received` gets this rank's slice of every rank's, in rank order.
+
+        Both 1D, as long as each other. Where `full` is a view of a `shared` buffer, by copies. What a reduce-scatter
+        moves, but in the dtype of the values rather than of their sum, which the receiver takes in fp32 and in rank
+        order.
+        """
+        self._announce("exchange", unit)
+        if shared is not None:
+            shared.exchange(received, full)
+            return
+        if self.on_gloo:  # bytes are bytes; gloo's exchange has no 16-bit floats
+            received, full = received.view(torch.uint8), full.view(torch.uint8)
+        dist.all_to_all_single(received, full, group=self.mesh.reduces)
 
     def all_reduce(self, tensor: Tensor, unit: str) -> None:
         """Sum over ranks, in place."""

@@ -10,6 +10,7 @@ Shapes: B sequences, T tokens, C hidden, H heads, G kv heads, D head dim, F ffn 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from zplan.planner.config import Attention, Checkpointing
+from zplan.cuda_ops.linear_cross_entropy import linear_cross_entropy
+from zplan.cuda_ops.rms_norm import rms_norm
+from zplan.cuda_ops.rotary import rotary
+from zplan.cuda_ops.swiglu import swiglu
+from zplan.planner.config import Attention, Checkpointing, CrossEntropy, Kernels
+from zplan.planner.errors import ZplanError
+from zplan.planner.fused import chunk_tokens
 from zplan.planner.models import Architecture
 
 FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -27,12 +34,14 @@ FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim (Zhang and Sennrich 2019)."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, kernels: Kernels = "torch") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        self.eps, self.fused = eps, kernels == "fused"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -87,28 +96,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kind: Attention) -> Tensor:
 
 
 class LlamaBlock(nn.Module):
-    def __init__(self, arch: Architecture, attention: Attention) -> None:
+    def __init__(self, arch: Architecture, attention: Attention, kernels: Kernels) -> None:
         super().__init__()
-        self.arch, self.attention = arch, attention
+        self.arch, self.attention, self.fused = arch, attention, kernels == "fused"
         c, q, kv = arch.hidden, arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-        self.norm1 = RMSNorm(c, arch.norm_eps)
+        self.norm1 = RMSNorm(c, arch.norm_eps, kernels)
         self.q = nn.Linear(c, q, bias=False)
         self.k = nn.Linear(c, kv, bias=False)
         self.v = nn.Linear(c, kv, bias=False)
         self.o = nn.Linear(q, c, bias=False)
-        self.norm2 = RMSNorm(c, arch.norm_eps)
+        self.norm2 = RMSNorm(c, arch.norm_eps, kernels)
         self.gate = nn.Linear(c, arch.ffn, bias=False)
         self.up = nn.Linear(c, arch.ffn, bias=False)
         self.down = nn.Linear(arch.ffn, c, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, t, _ = x.shape
-        q = rotate(self.q(x).view(b, t, self.arch.heads, -1), cos, sin)
-        k = rotate(self.k(x).view(b, t, self.arch.kv_heads, -1), cos, sin)
+        turn = rotary if self.fused else rotate
+        q = turn(self.q(x).view(b, t, self.arch.heads, -1), cos, sin)
+        k = turn(self.k(x).view(b, t, self.arch.kv_heads, -1), cos, sin)
         v = self.v(x).view(b, t, self.arch.kv_heads, -1)
         return self.o(attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.attention))
 
     def feed(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return self.down(swiglu(self.gate(x), self.up(x)))
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,8 +131,9 @@ class LlamaBlock(nn.Module):
 class GPT2Block(nn.Module):
     """Dropout is left out: memory and speed of training without it, and bitwise repeatable."""
 
-    def __init__(self, arch: Architecture, attention: Attention) -> None:
+    def __init__(self, arch: Architecture, attention: Attention, kernels: Kernels) -> None:
         super().__init__()
+        assert kernels == "torch", "there are no kernels for GPT-2 blocks"
         self.arch, self.attention = arch, attention
         c = arch.hidden
         self.norm1 = nn.LayerNorm(c, arch.norm_eps)
@@ -143,22 +156,47 @@ class GPT2Block(nn.Module):
         return x + self.feed(self.norm2(x))
 
 
+class Head(nn.Linear):
+    """The last linear layer; with labels, the mean cross-entropy of its logits, which then never exist whole."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return super().forward(x)
+        chunk = chunk_tokens(labels.numel(), self.out_features, self.weight.element_size())
+        return linear_cross_entropy(x.flatten(0, 1), self.weight, labels.view(-1), chunk=chunk)
+
+
 class Decoder(nn.Module):
-    """Token ids and labels, both (B, T) int64, to the mean cross-entropy over all labels."""
+    """Token ids and labels, both (B, T) int64, to the mean cross-entropy over all labels.
+
+    Parameters
+    ----------
+    cross_entropy
+        `fused`: head and loss in one op, chunk by chunk of tokens; `plain`: whole logits, in fp32.
+    kernels
+        `fused`: RMSNorm, SwiGLU and rotary embedding by kernels of zplan's own, on CUDA; Llama shapes only.
+    """
 
     def __init__(
-        self, arch: Architecture, *, checkpointing: Checkpointing = "none", attention: Attention = "sdpa"
+        self,
+        arch: Architecture,
+        *,
+        checkpointing: Checkpointing = "none",
+        attention: Attention = "sdpa",
+        cross_entropy: CrossEntropy = "plain",
+        kernels: Kernels = "torch",
     ) -> None:
         super().__init__()
-        self.arch, self.checkpointing = arch, checkpointing
+        check_loss_and_kernels(arch, cross_entropy, kernels)
+        self.arch, self.checkpointing, self.cross_entropy = arch, checkpointing, cross_entropy
         block = LlamaBlock if arch.family == "llama" else GPT2Block
         self.embed = nn.Embedding(arch.vocab, arch.hidden)
         if arch.family == "gpt2":
             self.positions = nn.Embedding(arch.max_seq, arch.hidden)
-        self.blocks = nn.ModuleList(block(arch, attention) for _ in range(arch.layers))
-        norm = RMSNorm if arch.family == "llama" else nn.LayerNorm
+        self.blocks = nn.ModuleList(block(arch, attention, kernels) for _ in range(arch.layers))
+        norm = partial(RMSNorm, kernels=kernels) if arch.family == "llama" else nn.LayerNorm
         self.norm = norm(arch.hidden, arch.norm_eps)
-        self.head = nn.Linear(arch.hidden, arch.vocab, bias=False)
+        self.head = Head(arch.hidden, arch.vocab, bias=False)
         if arch.tied:
             self.head.weight = self.embed.weight
 
@@ -180,8 +218,21 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        if self.cross_entropy == "fused":
+            loss: Tensor = self.head(self.features(ids), labels)
+            return loss
         # No name for the logits: those in 16 bits go as soon as they are cast.
         return F.cross_entropy(self.head(self.features(ids)).flatten(0, 1).float(), labels.view(-1))
+
+
+def check_loss_and_kernels(arch: Architecture, cross_entropy: CrossEntropy, kernels: Kernels) -> None:
+    """Refuse what the decoder does not have."""
+    if cross_entropy not in ("plain", "fused"):
+        raise ZplanError(
+            f"the built-in decoder has no cross-entropy `{cross_entropy}`", 'use "cross_entropy": "plain" or "fused"'
+        )
+    if kernels == "fused" and arch.family != "llama":
+        raise ZplanError(f"there are no fused kernels for blocks of the {arch.family} family", 'use "kernels": "torch"')
 
 
 @torch.no_grad()

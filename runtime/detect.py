@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -34,6 +34,10 @@ class Found:
             yield self.unit, self.params
         yield from self.frozen
 
+
+KNOWN_CLASSES = ("zplan.runtime.decoder", "transformers.models.")
+"""Where models come from whose embeddings and heads are read by their own forward alone, unless they are tied. In other
+models a weight may be used by hand (`x @ embed.weight.T`), which asks for a resident unit."""
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called themselves: what they hold is a unit of the module around them, or has units of its own."""
@@ -67,10 +71,13 @@ def find_units(model: nn.Module, *, units: Sequence[str] | None = None, resident
             raise ZplanError(
                 f"embedding `{name}` makes sparse gradients, which can't be reduced here", "set sparse=False"
             )
+    known = type(model).__module__.startswith(KNOWN_CLASSES)
     for name, kind, module, params in _candidates(model, blocks):
         if any(_matches(name, pattern) for pattern in resident):
             kind = "other"
         f = _own(name, kind, module, params, owner)
+        if known and kind in ("embed", "head") and type(module) in (nn.Embedding, nn.Linear):
+            f.unit = replace(f.unit, guest=True)
         if f.params or f.frozen or f.reads:
             found.append(f)
     _check_patterns([f.unit.name for f in found], resident, "resident")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zplan.planner.config import Choice
+from zplan.planner.config import Choice, Transport
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import place_units
@@ -24,6 +24,7 @@ from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.arena import Arena
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
+from zplan.runtime.compiled import compile_forwards
 from zplan.runtime.detect import find_units
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.hooks import Hooks
@@ -91,7 +92,7 @@ class Engine(nn.Module):
         placements = place_units(segments, self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
         self.units = materialize(
-            model, found, list(placements), self.choice, self.arena, rank=mesh.rank, init=init, seed=seed
+            model, found, list(placements), self.choice, self.arena, mesh=mesh, init=init, seed=seed
         )
         self.trained = [u for u in self.units if not u.placement.frozen]
         move_buffers(model, mesh.device)
@@ -105,6 +106,8 @@ class Engine(nn.Module):
         self.reducer.landed = self.optimizer.landed
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
+        blocks_run = [f.module for f in found if f.unit.kind == "block"]
+        self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = LISTENERS[-1] if LISTENERS else None
         self.global_steps = 0
@@ -419,6 +422,8 @@ class Engine(nn.Module):
             self.checkpoints.wait()
         finally:
             self.hooks.close()
+            if self.uncompile is not None:
+                self.uncompile()
             self.sentinels.hide()
             if self in OPEN:
                 OPEN.remove(self)
@@ -435,6 +440,21 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
+def _transport(training: TrainingConfig, mesh: Mesh) -> Transport:
+    """Copies where asked for, or where nothing is said and they work. Every rank must ask."""
+    asked = training.transport
+    if asked == "collectives" or mesh.world_size == 1 or mesh.pretended or mesh.device.type != "cuda":
+        return "collectives"
+    if mesh.reads_peers():
+        return "copies"
+    if asked == "copies":
+        raise ZplanError(
+            f"`transport` is `copies`, but not every one of the {mesh.world_size} GPUs can read the others' memory",
+            'write `"transport": "collectives"`, or plan again for this machine',
+        )
+    return "collectives"
+
+
 def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
     """The planner's `Choice` for what this process will allocate; refused where a key of it can't be run.
 
@@ -448,10 +468,18 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         seq=training.seq or 0,
         precision=training.precision,
         checkpointing=training.checkpointing,
+        checkpoint_every=training.checkpoint_every,
+        checkpoint_offload=training.checkpoint_offload,
+        padded=training.padded,
         attention=training.attention,
+        cross_entropy=training.cross_entropy,
+        kernels=training.kernels,
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
+        compile=training.compile,
+        transport=_transport(training, mesh),
+        reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),
         saving=training.saving,
         optimizer=training.optimizer,
         reduce_dtype=training.reduce_dtype,

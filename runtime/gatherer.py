@@ -1,10 +1,10 @@
 """Brings units' values into their buffers and takes them away again: the slot ring and the lazy gather after a step.
 
-[Note: ring] Block i always uses slot i mod K, in forward, recompute and backward. Views that autograd saved in forward
-(a transposed weight, say) therefore point at the address that the backward gather fills again. The last K blocks of
-forward are still in their slots when backward starts and are not gathered a second time. A gather into a slot waits for
-the event "last compute that used it"; compute waits for the event "gather done". Writes go through the slot's own
-tensor, so the version counters of parameters do not move.
+[Note: ring] Member i of a ring always uses slot i mod K, in forward, recompute and backward. Views that autograd saved
+in forward (a transposed weight, say) therefore point at the address that the backward gather fills again. The last K
+blocks of forward are still in their slots when backward starts and are not gathered a second time. A gather into a slot
+waits for the event "last compute that used it"; compute waits for the event "gather done". Writes go through the slot's
+own tensor, so the version counters of parameters do not move.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Gatherer:
             if slot is not None:
                 self.streams.wait(slot.free)
                 slot.holder = unit
-            self.collectives.all_gather(unit.fill_own(unit.buffer), unit.name)
+            shared = None if slot is None else slot.shared
+            self.collectives.all_gather(unit.fill_own(unit.buffer), unit.name, shared)
             unit.whole = slot is None
             unit.gathered = self.streams.mark()
 

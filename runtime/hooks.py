@@ -12,13 +12,16 @@ follows it: the next unit in forward, the one before in backward. Under `no_grad
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zplan.cuda_ops.linear_cross_entropy import give_gradient_to
 from zplan.planner.errors import ZplanError
 from zplan.runtime.calls import Call, Calls, Schedule
 from zplan.runtime.detect import Found
@@ -28,6 +31,9 @@ from zplan.runtime.unit import FlatUnit
 from zplan.runtime.uses import Spans, uses_outside
 
 PhaseListener = Callable[[str], None]
+
+LIGHT = 2**20
+"""Elements of a unit, such as a final norm, whose compute is over before the next unit's gather has begun."""
 
 
 def in_backward() -> bool:
@@ -77,6 +83,9 @@ class Hooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        for unit in self.flat.values():
+            for p in unit.params:
+                give_gradient_to(p, None)
 
     def phase(self, name: str) -> None:
         if self.on_phase is not None:
@@ -97,6 +106,10 @@ class Hooks:
             unit = self.flat[name]
             for i, p in enumerate(unit.params):
                 self.handles.append(p.register_post_accumulate_grad_hook(lambda _p, u=unit, i=i: self._landed(u, i)))
+                if len(self.users[name]) == 1:
+                    # A tied weight's gradients are left to autograd, which adds them up. Of one that is taken here it
+                    # still says when it has landed. Weakly, as the unit holds the parameter that is the key.
+                    give_gradient_to(p, partial(_take, weakref.ref(unit), i))
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +194,16 @@ class Hooks:
         if self.spans is not None:
             self.spans.enter(name)
         if self.training:
-            self._prefetch(self.schedule.next_forward())
+            for upcoming in self._upcoming():
+                self._prefetch(upcoming)
+
+    def _upcoming(self) -> Iterator[str]:
+        """What to gather while this unit computes: the next one, and beyond it where that is too short to hide any."""
+        for name in self.schedule.next_forward():
+            yield name
+            needed = self.needs[name]
+            if any(unit.slot is not None for unit in needed) or sum(unit.layout.numel for unit in needed) >= LIGHT:
+                return
 
     def _follow(self, name: str) -> None:
         """Hold a training forward to the schedule: take part in the gathers of units that were skipped."""
@@ -226,15 +248,21 @@ class Hooks:
         if name == self.last:
             self.phase("loss")
 
-    def _open(self, name: str) -> None:
+    def _read(self, name: str | None, *, backward: bool) -> Iterator[FlatUnit]:
+        """Units whose values a module's forward or backward reads."""
+        for unit in self.needs[name] if name is not None else ():
+            if not backward or unit.placement.reads_in_backward:
+                yield unit
+
+    def _open(self, name: str, *, backward: bool = False) -> None:
         """Make everything that a unit's module reads readable now."""
-        for unit in self.needs[name]:
+        for unit in self._read(name, backward=backward):
             self._make_room(unit)
             self.gatherer.need(unit)
 
-    def _fetch(self, name: str) -> None:
+    def _fetch(self, name: str, *, backward: bool = False) -> None:
         """Take part in a unit's gather without showing it."""
-        for unit in self.needs[name]:
+        for unit in self._read(name, backward=backward):
             self._make_room(unit)
             self.gatherer.prefetch(unit)
 
@@ -258,8 +286,8 @@ class Hooks:
             return False
         return any(other is not unit and other.slot is unit.slot for n in rest for other in self.own[n])
 
-    def _prefetch(self, name: str | None) -> None:
-        for unit in self.needs[name] if name is not None else ():
+    def _prefetch(self, name: str | None, *, backward: bool = False) -> None:
+        for unit in self._read(name, backward=backward):
             if self.gatherer.can_prefetch(unit):
                 self.gatherer.prefetch(unit)
 
@@ -277,9 +305,9 @@ class Hooks:
         if name in self.flat:
             self.flat[name].landed.clear()
         self.phase(f"backward.{name}")
-        self._open(name)
+        self._open(name, backward=True)
         if name not in self.schedule.around:
-            self._prefetch(self.schedule.next_backward())
+            self._prefetch(self.schedule.next_backward(), backward=True)
 
     def _go_back(self, name: str | None) -> None:
         """Before the backward of a call (or the end): the collectives of all units on the way to it, in schedule order.
@@ -288,8 +316,8 @@ class Hooks:
         """
         for skipped, position in self.schedule.way_back(name):
             self._close_spent(position)
-            self._fetch(skipped)
-            self._prefetch(self.schedule.next_backward())
+            self._fetch(skipped, backward=True)
+            self._prefetch(self.schedule.next_backward(), backward=True)
         if name is not None and name not in self.schedule.around:
             self._close_spent(self.schedule.back + 1)
 
@@ -367,6 +395,12 @@ class Hooks:
         self.begun.clear()
         self.schedule.start_backward()
         self.in_task = False
+
+
+def _take(unit: weakref.ref[FlatUnit], index: int, grad: Tensor) -> None:
+    owner = unit()
+    assert owner is not None, "a gradient without a unit"
+    owner.take_grad(index, grad)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

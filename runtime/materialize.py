@@ -16,6 +16,7 @@ from zplan.planner.placement import Placement, shards_states
 from zplan.runtime.arena import Arena
 from zplan.runtime.detect import Found
 from zplan.runtime.fresh import Fresh
+from zplan.runtime.mesh import Mesh
 from zplan.runtime.unit import FlatUnit, Slot
 
 Initializer = Callable[[str, Tensor], None]
@@ -24,14 +25,20 @@ Initializer = Callable[[str, Tensor], None]
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def make_ring(placements: list[Placement], choice: Choice, arena: Arena) -> dict[tuple[str, int], Slot]:
-    """K slots per size class of ringed units, keyed by class and index."""
+def make_ring(placements: list[Placement], choice: Choice, arena: Arena, mesh: Mesh) -> dict[tuple[str, int], Slot]:
+    """K slots of each ring, keyed by its size class and index."""
     dtype = COMPUTE_DTYPE[choice.precision]
     ring: dict[tuple[str, int], Slot] = {}
     for p in placements:
         for k in range(choice.ring_slots if p.ringed else 0):
-            if (p.size_class, k) not in ring:
-                ring[p.size_class, k] = Slot(arena.take(f"params.ring.{p.size_class}", p.layout.padded_numel, dtype))
+            if (p.ring, k) in ring:
+                continue
+            line = f"params.ring.{p.ring}"
+            if choice.copies:
+                shared = arena.take_shared(line, p.slot_numel, dtype, mesh)
+                ring[p.ring, k] = Slot(shared.buffer, shared=shared)
+            else:
+                ring[p.ring, k] = Slot(arena.take(line, p.slot_numel, dtype))
     return ring
 
 
@@ -42,20 +49,20 @@ def materialize(
     choice: Choice,
     arena: Arena,
     *,
-    rank: int,
+    mesh: Mesh,
     init: Initializer | None,
     seed: int,
 ) -> list[FlatUnit]:
     """Build every unit that owns parameters; afterwards no parameter has storage of its own."""
-    ring = make_ring(placements, choice, arena)
+    ring = make_ring(placements, choice, arena, mesh)
     rows = {unit.name: (f, params) for f in found for unit, params in f.segments()}
     fresh = Fresh(model, arena.device, seed)
     units = []
     for p in placements:
         f, params = rows[p.unit.name]
-        unit = FlatUnit(p, params, rank)
+        unit = FlatUnit(p, params, mesh.rank)
         if p.ringed:
-            unit.slot = ring[p.size_class, p.slot]
+            unit.slot = ring[p.ring, p.slot]
         full = _full_values(f, unit, arena.device, init, fresh)
         _cut(unit, full, choice, arena)
         del full

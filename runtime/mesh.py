@@ -23,6 +23,24 @@ class Mesh:
     reduces: dist.ProcessGroup | None
     started_here: bool
     """Whether `close` should end the process group."""
+    one_host: bool = True
+    """Whether all ranks are on this host."""
+    pretended: bool = False
+    """Rank 0 of a job that is not there."""
+    timeout_s: float = 600.0
+    """How long a collective may wait for a missing rank."""
+
+    def reads_peers(self) -> bool:
+        """Whether the GPUs of all ranks can read each other's memory. Every rank must ask."""
+        if self.world_size == 1 or self.pretended or not self.one_host or self.gathers is None:
+            return False
+        if dist.get_backend(self.gathers) != "nccl":
+            return False
+        from zplan.runtime.symmetric import reachable
+
+        mine = torch.tensor([int(reachable(self.device, self.world_size))], device=self.device)
+        dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self.gathers)
+        return bool(mine.item())
 
     def close(self) -> None:
         if self.started_here and dist.is_initialized():
@@ -56,7 +74,19 @@ def join(*, pretend_world: int | None = None, timeout_s: float = 600.0) -> Mesh:
         return Mesh(0, 1, device, None, None, started_here=started)
     gathers = dist.new_group()
     reduces = dist.new_group()
-    return Mesh(dist.get_rank(), world, device, gathers, reduces, started_here=started)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    one_host = pretend_world is not None or here == world
+    return Mesh(
+        dist.get_rank(),
+        world,
+        device,
+        gathers,
+        reduces,
+        started_here=started,
+        one_host=one_host,
+        pretended=pretend_world is not None,
+        timeout_s=timeout_s,
+    )
 
 
 def own_device() -> torch.device:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zplan.planner.errors import ZplanError
 from zplan.runtime.checkpoint_folder import sync_folder, unwritable, write_synced
-from zplan.runtime.checkpoint_format import header_of
+from zplan.runtime.checkpoint_header import header_of
 from zplan.runtime.checkpoint_write import host_bytes, write_all
 
 Dtype = Literal["bf16", "fp32"]

@@ -19,9 +19,13 @@ class Line:
     where: str
     predicted: int
     measured: int
+    bound: bool = False
+    """`predicted` is an upper bound, as with compiled blocks."""
 
     def outside(self, tolerance: float) -> bool:
-        """Whether they differ by more than a fraction of the larger one."""
+        """Whether they differ by more than a fraction of the larger; under a bound, whether more was measured."""
+        if self.bound and self.measured <= self.predicted:
+            return False
         return abs(self.measured - self.predicted) > tolerance * max(self.predicted, self.measured)
 
     def cells(self) -> tuple[str, str, str, str]:
@@ -51,7 +55,7 @@ def write_measured(folder: Path, rank: int, device: str, comparison: Comparison)
     """Called by each rank; `read_measured` finds it."""
     parts = {"lines": comparison.lines, "peaks": comparison.peaks, "stray": comparison.unattributed}
     raw: dict[str, Any] = {
-        name: [(r.name, r.where, r.predicted, r.measured) for r in rows] for name, rows in parts.items()
+        name: [(r.name, r.where, r.predicted, r.measured, r.bound) for r in rows] for name, rows in parts.items()
     }
     (folder / f"rank{rank}.measured").write_text(json.dumps({"rank": rank, "device": device, **raw}))
 

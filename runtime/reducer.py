@@ -8,6 +8,11 @@ disagree.
 [Note: retained gradients] Copying into the slot and reducing both happen on the reduce stream, so compute never waits
 for a slot and one slot is enough. The compute-dtype gradients that the copies read are therefore held until the next
 unit's land, when compute waits for copies that are long done, and only then are they freed.
+
+[Note: exchange] Gradients come in the compute dtype, so on one host they travel in it: every rank gets its slices of
+all others and adds them up in fp32, in rank order. The sum is that of an fp32 reduce-scatter, with half the bytes on
+the links, and its order never depends on timing. Over several hosts a reduce-scatter in fp32 is used, whose algorithms
+know the network.
 """
 
 from __future__ import annotations
@@ -18,11 +23,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zplan.cuda_ops.sums import sum_slices
 from zplan.planner.buffers import full_gradients, uses_reduce_slots
 from zplan.planner.config import Choice
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
+from zplan.runtime.materialize import COMPUTE_DTYPE
 from zplan.runtime.streams import Streams
+from zplan.runtime.symmetric import Shared
 from zplan.runtime.unit import FlatUnit
 
 
@@ -41,6 +49,10 @@ class Reducer:
         self.landed: Callable[[FlatUnit], None] | None = None
         """Called on the reduce stream after a reduce of the last micro-step; the last call for a unit counts."""
         self.slot: Tensor | None = None
+        self.shared: Shared | None = None
+        """The slot as other GPUs see it, where they read it; then it is always there."""
+        self.received: Tensor | None = None
+        """What the other ranks sent of this one's slices. See [Note: exchange]."""
         self.retained: list[tuple[str, Tensor]] = []
         """(size class, gradient) of the unit that was reduced last."""
         self.copied: torch.cuda.Event | None = None
@@ -53,6 +65,10 @@ class Reducer:
         """A forward has run since the last backward."""
         self.held = False
         """More backward calls of this micro-step follow (`no_sync`): whole gradients wait for the sum over ranks."""
+        self.exchanges = choice.reduce == "exchange"
+        if choice.copies and self.slotted and self.exchanges and units:
+            dtype = COMPUTE_DTYPE[choice.precision]
+            self.shared = arena.take_shared("grads.slot", self.slot_numel, dtype, collectives.mesh)
         if choice.accumulation > 1:
             for u in units:
                 self._take_grad(u)
@@ -130,10 +146,13 @@ class Reducer:
         self.retire()
         self.next = 0
         self.ready.clear()
-        if self.slot is not None:
-            storage = weakref.ref(self.slot.untyped_storage())
-            self.slot = None
-            self.collectives.until_released(storage)
+        for name in ("slot", "received"):
+            buffer: Tensor | None = getattr(self, name)
+            setattr(self, name, None)
+            if buffer is not None and (self.shared is None or buffer is not self.shared.buffer):
+                storage = weakref.ref(buffer.untyped_storage())
+                del buffer
+                self.collectives.until_released(storage)
 
     def _take_grad(self, unit: FlatUnit) -> Tensor:
         if unit.grad is None:
@@ -147,12 +166,18 @@ class Reducer:
         self.retire()
         grad = self._take_grad(unit)
         if self.slotted and self.slot is None:
-            self.slot = self.arena.take("grads.slot", self.slot_numel, torch.float32)
+            dtype = COMPUTE_DTYPE[self.choice.precision] if self.exchanges else torch.float32
+            shared = self.shared
+            self.slot = self.arena.take("grads.slot", self.slot_numel, dtype) if shared is None else shared.buffer
+            if self.exchanges:
+                self.received = self.arena.take("grads.received", self.slot_numel, dtype)
         landed = unit.release_grads()
         here = self.streams.mark()
         with self.streams.on(self.streams.reduce):
             self.streams.wait(here)
-            if self.slot is not None:
+            if self.slot is not None and self.received is not None:
+                self._exchange(unit, landed, grad, self.slot, self.received)
+            elif self.slot is not None:
                 self._reduce_through_slot(unit, landed, grad, self.slot)
             else:
                 self._reduce_in_place(unit, landed, grad)
@@ -190,6 +215,18 @@ class Reducer:
                 )
             grad[piece.offset : start].zero_()
             grad[end : piece.offset + piece.numel].zero_()
+
+    def _exchange(
+        self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor, received: Tensor
+    ) -> None:
+        """Piece by piece: copy into the slot, exchange slices, add what came to the gradient shard."""
+        for piece in unit.layout.pieces:
+            part, came = slot[: piece.numel], received[: piece.numel]
+            unit.copy_grads(landed, part, piece.offset, piece.offset + piece.numel, add=False)
+            self.copied = self.streams.mark()
+            self.collectives.exchange_slices(came, part, unit.name, self.shared)
+            sum_slices(came.view(self.choice.world_size, -1), unit.shard_of(grad, piece), add=unit.filled)
+        unit.filled = True
 
     def _reduce_through_slot(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor) -> None:
         """Piece by piece: copy into the slot, reduce-scatter into the gradient shard."""

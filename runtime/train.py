@@ -73,7 +73,13 @@ def build(plan: Plan, job: Job) -> Engine:
     arch = plan.spec.arch
     assert arch is not None, f"{plan.spec.name} has no shape"
     with meta_init():
-        model = Decoder(arch, checkpointing=plan.training.checkpointing, attention=plan.training.attention)
+        model = Decoder(
+            arch,
+            checkpointing=plan.training.checkpointing,
+            attention=plan.training.attention,
+            cross_entropy=plan.training.cross_entropy,
+            kernels=plan.training.kernels,
+        )
     init: Initializer = partial(init_parameter, seed=job.seed)
     if job.weights is not None:
         init = ModelWeights(job.weights, arch).fill

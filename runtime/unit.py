@@ -18,6 +18,7 @@ from zplan.cuda_ops.copy import GradCopy
 from zplan.planner.layout import Piece
 from zplan.planner.placement import Placement
 from zplan.runtime.arena import Arena
+from zplan.runtime.symmetric import Shared
 
 
 @dataclass(eq=False)
@@ -28,6 +29,8 @@ class Slot:
     holder: FlatUnit | None = None
     free: torch.cuda.Event | None = None
     """Last compute that used the slot; a gather waits for it."""
+    shared: Shared | None = None
+    """The buffer as other GPUs see it, where they read it."""
 
 
 class FlatUnit:
@@ -58,6 +61,8 @@ class FlatUnit:
         """`grad` holds gradients of this step, to be added to."""
         self.summed = False
         """They have been summed over ranks (whole gradients only)."""
+        self.summed_grads: dict[int, Tensor] = {}
+        """Gradients that came in fp32 past autograd, by index of their parameter."""
         self.landed: set[int] = set()
         """Indices of parameters whose gradient of this backward is there."""
 
@@ -65,9 +70,9 @@ class FlatUnit:
 
     @property
     def buffer(self) -> Tensor:
-        """The flat buffer in the compute dtype: its own, or its ring slot's."""
+        """The flat buffer in the compute dtype, padded_numel: its own, or the start of its ring slot."""
         if self.slot is not None:
-            return self.slot.buffer
+            return self.slot.buffer[: self.layout.padded_numel]
         assert self.flat is not None, f"unit {self.name} has neither slot nor flat buffer"
         return self.flat
 
@@ -157,10 +162,19 @@ class FlatUnit:
             part = grad.reshape(-1)[lo - entry.offset : hi - entry.offset]
             into.add_(part) if add else into.copy_(part)
 
+    def take_grad(self, index: int, grad: Tensor) -> None:
+        """Keep the fp32 gradient of one parameter, or add it to what came before."""
+        before = self.summed_grads.get(index)
+        self.summed_grads[index] = grad if before is None else before.add_(grad)
+
     def release_grads(self) -> list[Tensor | None]:
-        """Take the gradients that autograd left on the parameters off them."""
+        """Take the gradients that autograd left on the parameters off them, and those that came past it."""
         grads = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
+        for i, summed in self.summed_grads.items():
+            left = grads[i]
+            grads[i] = summed if left is None else summed.add_(left)
+        self.summed_grads.clear()
         self.landed.clear()
         return grads

@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zplan.planner.activations import BOUND
 from zplan.planner.ledger import Ledger, Line
 from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 from zplan.runtime.sentinel import ReducedGradient
+from zplan.runtime.symmetric import outside_bytes
 from zplan.runtime.unit import FlatUnit
 
 ACTIVATIONS = "act"
@@ -51,10 +53,18 @@ class Row:
     """Phase boundary (`a | b`) for lines, phase for peaks."""
     predicted: int
     measured: int
+    bound: bool = False
+    """`predicted` is an upper bound, as with compiled blocks."""
 
     @property
     def difference(self) -> int:
         return self.measured - self.predicted
+
+    def outside(self, tolerance: float) -> bool:
+        """Whether they differ by more than a fraction of the larger; under a bound, whether more was measured."""
+        if self.bound and self.measured <= self.predicted:
+            return False
+        return abs(self.difference) > tolerance * max(self.predicted, self.measured)
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class Comparison:
     def off_by_more_than(self, tolerance: float) -> tuple[Row, ...]:
         """Rows outside `tolerance` (a fraction of the larger side); anything unattributed always is."""
         rows = (*self.lines, *self.peaks)
-        return (*(r for r in rows if abs(r.difference) > tolerance * max(r.predicted, r.measured)), *self.unattributed)
+        return (*(r for r in rows if r.outside(tolerance)), *self.unattributed)
 
 
 def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
@@ -82,7 +92,7 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         yield from _unit_tensors(u, sharded_grads=engine.world_size > 1 and engine.choice.stage > 1)
         if u.slot is not None and id(u.slot) not in seen_slots:
             seen_slots.add(id(u.slot))
-            yield f"params.ring.{u.placement.size_class}", u.slot.buffer
+            yield f"params.ring.{u.placement.ring}", u.slot.buffer
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
     if engine.checkpoints.snapshot is not None:
@@ -93,8 +103,11 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     if engine.optimizer.table is not None:
         yield "optim.table", engine.optimizer.table
     yield "optim.norms", engine.optimizer.norms
-    if engine.reducer.slot is not None:
-        yield "grads.slot", engine.reducer.slot
+    slot = engine.reducer.slot if engine.reducer.shared is None else engine.reducer.shared.buffer
+    if slot is not None:
+        yield "grads.slot", slot
+    if engine.reducer.received is not None:
+        yield "grads.received", engine.reducer.received
 
 
 def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Tensor]]:
@@ -103,6 +116,8 @@ def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Te
     for p in u.params:
         if p.grad is not None and not isinstance(p.grad, ReducedGradient):
             yield f"grads.{name}", p.grad
+    for summed in u.summed_grads.values():
+        yield f"grads.{name}", summed
     for attribute in ("master", "exp_avg", "exp_avg_sq"):
         tensor = getattr(u, attribute)
         if tensor is not None:
@@ -216,6 +231,7 @@ class Meter:
 
     def compare(self, ledger: Ledger) -> Comparison:
         """The last whole step against a ledger made for this very choice and device."""
+        bound = any(x.note == BOUND for x in ledger.lines)
         lines: dict[str, Row] = {}
         stray: dict[str, Row] = {}
         index = {p: i for i, p in enumerate(ledger.phases)}
@@ -229,13 +245,13 @@ class Meter:
                 if key[0] == ACTIVATIONS and at < turn - 1:
                     continue
                 name, want, have = _name(ledger, key, at, turn), expected.get(key, 0), found.get(key, 0)
-                row = Row(name, f"{before} | {after}", want, have)
+                row = Row(name, f"{before} | {after}", want, have, bound and key[0] == ACTIVATIONS)
                 table = lines if key in expected or name in lines else stray
                 if name not in table or abs(row.difference) >= abs(table[name].difference):
                     table[name] = row
         pinned = ledger.per_phase("pinned") if self.registry is not None else (0,) * len(ledger.phases)
         peaks = tuple(
-            Row("peak", phase, want + beside, self.peaks[phase])
+            Row("peak", phase, want + beside, self.peaks[phase], bound)
             for phase, want, beside in zip(ledger.phases, ledger.per_phase(), pinned, strict=True)
             if phase in self.peaks
         )
@@ -262,7 +278,8 @@ def _crosses(line: Line, span: tuple[int, int], at: int, turn: int) -> bool:
     next phase on.
     """
     first, last = span
-    if line.kind == "activations" and first > turn and not line.id.endswith(IN_FLIGHT):
+    # Instances of another size have a line of their own, whose name goes on.
+    if line.kind == "activations" and first > turn and not line.id.partition(".other")[0].endswith(IN_FLIGHT):
         return first <= at + 1 <= last
     return first <= at < last
 
@@ -298,5 +315,5 @@ def _name(ledger: Ledger, key: tuple[str, str], at: int, turn: int) -> str:
 
 
 def _requested(which: str) -> int:
-    """Bytes that tensors asked the CUDA allocator for, before its rounding."""
-    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
+    """Bytes that tensors asked the CUDA allocator for, before its rounding, and those of buffers outside it."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]) + outside_bytes()

@@ -11,6 +11,7 @@ from zplan.cuda_ops import reference
 from zplan.cuda_ops.adamw import FusedAdamW, Slice, table_words
 from zplan.cuda_ops.copy import GradCopy
 from zplan.cuda_ops.norm import GradNorm, norm_words
+from zplan.cuda_ops.sums import sum_slices
 
 EPS = 2.0**-23
 GUARD = 96
@@ -158,7 +159,7 @@ def nonfinite(device, bad=math.nan):
     return 0.0
 
 
-def copy(device, *, add, offset=0, num=11, strided=False):
+def copy(device, *, add, offset=0, num=11, strided=False, into=torch.float32):
     """A unit of gradients of all dtypes, whole and window by window; equal bits."""
     dtypes = [torch.bfloat16, torch.float32, torch.float16]
     spans, grads, at = [], [], 0
@@ -180,7 +181,7 @@ def copy(device, *, add, offset=0, num=11, strided=False):
         )
     total, op = at + 256, GradCopy(spans)
     for start, end in ((0, total), (0, 128), (64, 8192 + 64), (8960, 22000), (at, total), (5, 5)):
-        target = Guarded(torch.randn(end - start, device=device), offset)
+        target = Guarded(torch.randn(end - start, device=device).to(into), offset)
         want = target.view.clone() if add else torch.zeros_like(target.view)
         reference.copy_grads(grads, spans, want, start, add=add)
         if not add:
@@ -188,6 +189,23 @@ def copy(device, *, add, offset=0, num=11, strided=False):
         op(grads, target.view, start, add=add)
         target.check()
         torch.testing.assert_close(target.view, want, rtol=0, atol=0, equal_nan=True)
+    return 0.0
+
+
+def sums(device, *, add, dtype, num=3, offset=0):
+    """Slices of all lengths, added up in order; equal bits."""
+    for n in (0, 1, 63, 64, 8192, 8200, 40001):
+        slices = Guarded(torch.randn(num * n, device=device).to(dtype), offset)
+        if n > 9:
+            slices.view[3], slices.view[n + 5] = math.inf, math.nan
+        out = Guarded(torch.randn(n, device=device), offset)
+        want = out.view.clone()
+        reference.sum_slices(slices.view.view(num, n), want, add=add)
+        if not add:
+            out.view.fill_(math.nan)
+        sum_slices(slices.view.view(num, n), out.view, add=add)
+        out.check()
+        torch.testing.assert_close(out.view, want, rtol=0, atol=0, equal_nan=True)
     return 0.0
 
 
@@ -214,5 +232,10 @@ CASES = {
     "copy add": lambda d: copy(d, add=True),
     "copy unaligned": lambda d: copy(d, add=False, offset=1) + copy(d, add=True, offset=2),
     "copy 150 gradients": lambda d: copy(d, add=False, num=150) + copy(d, add=True, num=150),
+    "copy into bf16": lambda d: copy(d, add=False, into=torch.bfloat16),
+    "copy into fp16, unaligned": lambda d: copy(d, add=False, into=torch.float16, offset=1),
+    "sums bf16": lambda d: sums(d, add=False, dtype=torch.bfloat16) + sums(d, add=True, dtype=torch.bfloat16),
+    "sums fp32 of 8": lambda d: sums(d, add=False, dtype=torch.float32, num=8),
+    "sums fp16 unaligned": lambda d: sums(d, add=True, dtype=torch.float16, num=2, offset=1),
     "copy strided": lambda d: copy(d, add=True, strided=True),
 }

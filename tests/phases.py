@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from zplan.cuda_ops.linear_cross_entropy import give_gradient_to
 from zplan.planner.config import Choice
 from zplan.planner.models import Architecture, decoder_units
 from zplan.runtime.decoder import Decoder
@@ -32,6 +33,17 @@ class Observer(Protocol):
     def enter(self, phase: str) -> None: ...
 
 
+def decoder_of(arch: Architecture, choice: Choice) -> Decoder:
+    """The bare model of a choice."""
+    return Decoder(
+        arch,
+        checkpointing=choice.checkpointing,
+        attention=choice.attention,
+        cross_entropy=choice.cross_entropy,
+        kernels=choice.kernels,
+    )
+
+
 def unit_modules(model: Decoder) -> dict[str, nn.Module]:
     return {u.name: model.get_submodule(u.name) for u in decoder_units(model.arch)}
 
@@ -45,6 +57,7 @@ def mark_phases(  # noqa: C901  (four small hooks)
     it comes.
     """
     retained: list[Tensor] = []
+    summed: dict[nn.Parameter, Tensor] = {}
 
     def recomputing() -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -55,7 +68,8 @@ def mark_phases(  # noqa: C901  (four small hooks)
     def after(name):
         def hook(module, args, out):
             if not recomputing():
-                out.register_hook(lambda grad: registry.enter(f"backward.{name}"))
+                if out.requires_grad:
+                    out.register_hook(lambda grad: registry.enter(f"backward.{name}"))
                 if name == "head":
                     registry.enter("loss")
 
@@ -72,25 +86,28 @@ def mark_phases(  # noqa: C901  (four small hooks)
                 retained.clear()
                 registry.enter(f"reduce.{name}")
                 missing[0] = len(params)
-                retained.extend(p.grad for p in params if keep)
+                retained.extend(summed.pop(p, p.grad) for p in params if keep)
                 for p in params:
                     p.grad = None
                 if params[0] is first:
-                    retained.clear()
+                    torch.autograd.Variable._execution_engine.queue_callback(retained.clear)
 
         return hook
 
-    first = next(modules["embed"].parameters())
+    # What is frozen lands nowhere; the unit of the first trained parameter is the last to land.
+    first = next(p for module in modules.values() for p in module.parameters() if p.requires_grad)
     taken: set[nn.Parameter] = set()
     for name, module in modules.items():
         module.register_forward_pre_hook(before(name))
         module.register_forward_hook(after(name))
         # A tied weight belongs to the first unit that uses it.
-        params = [p for p in module.parameters() if p not in taken]
+        params = [p for p in module.parameters() if p not in taken and p.requires_grad]
         taken.update(params)
         hook = reduce(name, params)
         for p in params:
             p.register_post_accumulate_grad_hook(hook)
+            if name == "head":
+                give_gradient_to(p, lambda grad, p=p: summed.update({p: grad}))
 
 
 class AllocatorMeter:
@@ -110,7 +127,7 @@ class AllocatorMeter:
 def allocator_peaks(arch: Architecture, choice: Choice) -> dict[str, int]:
     """What the second step holds beside the parameters and cuBLAS's workspaces, by phase, on a GPU."""
     with torch.device("cuda"):
-        model = Decoder(arch, checkpointing=choice.checkpointing, attention=choice.attention)
+        model = decoder_of(arch, choice)
     model.to(DTYPES[choice.precision])
     meter = AllocatorMeter()
     mark_phases(unit_modules(model), meter)

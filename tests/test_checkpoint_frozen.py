@@ -131,6 +131,19 @@ def test_where_there_are_no_links_the_file_is_copied(engine, tmp_path, monkeypat
         assert not list(checkpoint.verify())
 
 
+def test_a_byte_of_a_frozen_file(engine, tmp_path):
+    engine.save_checkpoint(tmp_path, "a")
+    path = tmp_path / "a" / "rank00000.frozen.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    message = r"rank00000.frozen.safetensors` is damaged: the crc32 of `frozen\|head.weight\|0:6464`"
+    with pytest.raises(ZplanError, match=message):
+        engine.load_checkpoint(tmp_path)
+    with Checkpoint(tmp_path / "a") as checkpoint:
+        assert len(list(checkpoint.verify())) == 1
+
+
 def test_other_parameters_frozen_is_another_model(engine, tmp_path):
     engine.save_checkpoint(tmp_path)
     trained, *_ = initialize(model=w.build(w.LLAMA4), config=w.config(0), init=w.fill)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import workload as w
 
 from zplan.runtime import checkpoint_folder as cf
-from zplan.runtime.checkpoint_format import STATES
-from zplan.runtime.checkpoint_ranges import extents, state_tensor
+from zplan.runtime.checkpoint_ranges import extents, state_tensor, states_of
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize
@@ -31,7 +30,7 @@ def fingerprint(engine: Engine) -> int:
     """crc32 of the masters and moments that this rank keeps."""
     crc = 0
     for u in engine.units:
-        for state in STATES:
+        for state in states_of(u):
             for extent in extents(u, state, state_tensor(u, state), everything=False):
                 crc = zlib.crc32(extent.of(state_tensor(u, state)).detach().numpy().tobytes(), crc)
     return crc

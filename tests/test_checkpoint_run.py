@@ -114,6 +114,44 @@ def test_evaluation_weights_and_export(run_ranks, plan_folder, tmp_path):
     assert values[2] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
 
 
+def test_the_whole_command(plan_folder, tmp_path, monkeypatch, capsys):
+    """Every option of a run that saves, twice: from a model folder to a model folder, then on from the checkpoint."""
+
+    def one_rank_here(_module: str, arguments: list[str], *, world_size: int, folder: Path, cpu: bool) -> None:
+        assert world_size == 1 and cpu
+        train(Job.read(Path(arguments[0])), Board(folder, 0))
+
+    monkeypatch.setattr(start, "launch", one_rank_here)
+    model_folder(demo_architecture(plan_folder), tmp_path / "weights")
+    (tmp_path / "held-out.txt").write_bytes((plan_folder / "text.txt").read_bytes()[:2000])
+    command = [
+        plan_folder / "alone" / "plan.json",
+        "--data",
+        plan_folder / "text.txt",
+        "--save-dir",
+        tmp_path / "saved",
+    ]
+    command += ["--save-every", "2", "--keep", "2", "--resume", "auto", "--weights", tmp_path / "weights"]
+    command += ["--eval-data", tmp_path / "held-out.txt"]
+    for steps, export in (("2", "first"), ("3", "second")):
+        words = [*command, "--steps", steps, "--export", tmp_path / export]
+        cli_run.run.main(list(map(str, words)), standalone_mode=False)
+        out, err = capsys.readouterr()
+        assert out.endswith(f'\nAutoModelForCausalLM.from_pretrained("{tmp_path / export}")\n')
+        assert "held-out" in err and ("a fresh start" in err) == (export == "first"), err
+    assert "loaded" in err and "global_step2" in err
+    assert sorted(tags(tmp_path / "saved")) == ["global_step2", "global_step3"]
+    folders = [tmp_path / f / "model.safetensors" for f in ("weights", "first", "second")]
+    first, second, third = (load_file(f)["model.norm.weight"] for f in folders)
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+
+
+def demo_architecture(plan_folder: Path) -> Any:
+    from zplan.planner.plan_file import load_plan
+
+    return load_plan(plan_folder / "plan.json").spec.arch
+
+
 @pytest.mark.gloo
 def test_other_data_is_refused(run_ranks, plan_folder, tmp_path):
     plan, saved = plan_folder / "plan.json", tmp_path / "saved"

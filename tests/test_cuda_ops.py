@@ -6,7 +6,7 @@ import kernel_checks as k
 import pytest
 import torch
 
-from zplan.cuda_ops import adamw, compiler, copy, norm, reference
+from zplan.cuda_ops import adamw, compiler, copy, norm, reference, sums
 
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 SOURCES = sorted(compiler.TUNED)
@@ -135,4 +135,5 @@ def test_no_gpu_has_a_reason_and_it_is_said_once(capsys, monkeypatch):
 def test_structures_have_the_sizes_that_kernels_expect():
     assert ctypes.sizeof(adamw._Row) == 64 and ctypes.sizeof(adamw._AdamW) == 104
     assert ctypes.sizeof(norm._SquareSum) == 40 and ctypes.sizeof(norm._Settle) == 64
-    assert ctypes.sizeof(copy._Entry) == 32 and ctypes.sizeof(copy._CopyGrads) == 48 + 32 * 64 <= 4096
+    assert ctypes.sizeof(copy._Entry) == 32 and ctypes.sizeof(copy._CopyGrads) == 56 + 32 * 64 <= 4096
+    assert ctypes.sizeof(sums._SumSlices) == 40

@@ -26,7 +26,8 @@ def train(
     losses, norms = [], []
     meter = Meter(torch.device("cpu")) if metered else None
     with meter or nullcontext():
-        model = w.build(arch, config["zplan"]["checkpointing"])
+        parts = {k: v for k, v in config["zplan"].items() if k in ("cross_entropy", "kernels")}
+        model = w.build(arch, config["zplan"]["checkpointing"], **parts)
         engine, *_ = initialize(model=model, config=config, init=w.fill, checked=checked)
         if meter is not None:
             meter.attach(engine)
@@ -103,10 +104,36 @@ def test_tied_models_equal_one_process(run_ranks, stage, arch):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_equals_one_process(run_ranks, stage, accumulation, world_size):
     """bf16 compute, fp32 masters and sums. A weight that rounds the other way moves a gradient norm by up to 0.4 %."""
-    config = w.config(stage, accumulation, precision="bf16", checkpointing="full" if accumulation == 1 else "none")
+    # Both ways to reduce in turn, over the cells.
+    reduce = "scatter" if stage == 3 and accumulation == 4 or stage == 2 and accumulation == 1 else "exchange"
+    checkpointing = "full" if accumulation == 1 else "none"
+    config = w.config(stage, accumulation, precision="bf16", checkpointing=checkpointing, reduce=reduce)
     results = run_ranks(world_size, train, "llama", config, 10, False, True)
     exact(results)
     close_to_reference(results, reference("llama", 10, world_size, accumulation, torch.bfloat16), 1e-3, norms=1e-2)
+
+
+OWN = {"cross_entropy": "fused", "kernels": "fused"}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "arch", "checkpointing"),
+    [(0, 2, "llama", "none"), (1, 1, "llama-tied", "full"), (3, 1, "llama4", "full"), (3, 2, "llama-tied", "none")],
+)
+def test_fused_kernels_equal_one_process_and_their_ledger(run_ranks, stage, accumulation, arch, checkpointing):
+    config = w.config(stage, accumulation, checkpointing=checkpointing, piece=16384, **OWN)
+    results = run_ranks(2, train, arch, config, 6, True, True)
+    exact(results)
+    close_to_reference(results, reference(arch, 6, 2, accumulation, torch.float32), 1e-6)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fused_kernels_in_bf16(run_ranks, stage):
+    results = run_ranks(2, train, "llama", w.config(stage, precision="bf16", **OWN), 6, False, True)
+    exact(results)
+    close_to_reference(results, reference("llama", 6, 2, 1, torch.bfloat16), 1e-3, norms=1e-2)
 
 
 @pytest.mark.gloo
@@ -135,6 +162,8 @@ def test_checked_mode_and_ring_size_change_no_bit(run_ranks, stage):
         for slots in (2, 3) if stage == 3 else (2,):
             config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384, ring_slots=slots)
             runs[f"{slots} slots, checked {checked}"] = run_ranks(2, train, "llama4", config, 4, checked)
+    config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384, reduce="scatter")
+    runs["reduce-scatter"] = run_ranks(2, train, "llama4", config, 4, False)
     same_bits(runs)
 
 

@@ -13,7 +13,10 @@ import workload as w
 
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
+from zplan.runtime.checkpoint_folder import commit, prepare
+from zplan.runtime.checkpoint_format import Manifest, Parameter, Range
 from zplan.runtime.checkpoint_read import Checkpoint
+from zplan.runtime.checkpoint_write import write_rank
 from zplan.runtime.decoder import Decoder
 from zplan.runtime.hf_export import export_checkpoint
 from zplan.runtime.hf_names import hf_config
@@ -118,6 +121,39 @@ def test_a_transformers_model_keeps_its_own_names(tmp_path):
         export_checkpoint(checkpoint, tmp_path / "out", dtype="fp32")
     loaded = pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(loaded[n], v) for n, v in before.items())
+
+
+SHARD_BYTES = 16 * 2**20
+
+
+def export_in_little_memory(rank: int, world_size: int, folder: str) -> int:
+    """Bytes by which the process grew at most, over an export of 24 tensors of 8 MiB in bf16."""
+    import resource
+
+    numel, values = 4 * 2**20, torch.rand(4 * 2**20)
+    names = [f"layers.{i}.weight" for i in range(24)]
+    ranges = [Range("weight", n, 0, numel) for n in names]
+    model = {"kind": "transformers", "config": {"model_type": "x"}, "class": "X"}
+    parameters = tuple(Parameter(n, (2048, 2048)) for n in names)
+    root = Path(folder)
+    partial = prepare(root, "a", overwrite=False)
+    record, _ = write_rank(partial, 0, [(r, values) for r in ranges], None, {})
+    facts: dict[str, Any] = {"tag": "a", "global_step": 1, "global_samples": 1, "applied_steps": 1, "world_size": 1}
+    facts |= {"lr": 0.1, "loss_scale": None, "training": {}, "client_state": {}, "zplan_version": "", "aliases": {}}
+    facts |= {"torch_version": "", "written_at": "", "files": (record,), "model": model, "parameters": parameters}
+    commit(root, partial, Manifest(**facts))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Checkpoint(root / "a") as checkpoint:
+        export_checkpoint(checkpoint, root / "out", dtype="bf16", shard_bytes=SHARD_BYTES)
+    assert len(list((root / "out").glob("model-*.safetensors"))) == 12
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+@pytest.mark.gloo
+def test_an_export_takes_the_memory_of_a_few_tensors(run_ranks, tmp_path):
+    """The whole is 192 MiB in bf16 and 384 in fp32; a tensor is read (16 MiB), gathered (16) and rounded (8)."""
+    (grown,) = run_ranks(1, export_in_little_memory, str(tmp_path))
+    assert grown < 48 * 2**20, f"grew by {grown:,} bytes"
 
 
 class Plain(torch.nn.Module):

@@ -73,6 +73,7 @@ def test_json_holds_everything():
         "where": "loss | step",
         "predicted": 1000,
         "measured": 1001,
+        "bound": False,
     }
 
 

@@ -57,9 +57,9 @@ def batch(vocab: int, step: int, rank: int, micro_step: int) -> tuple[Tensor, Te
     return inputs, torch.randint(0, vocab, (MICRO_BATCH, SEQ), generator=g)
 
 
-def build(arch: Architecture, checkpointing: Checkpointing = "none", device: str = "meta") -> Decoder:
+def build(arch: Architecture, checkpointing: Checkpointing = "none", device: str = "meta", **parts: Any) -> Decoder:
     with torch.device(device):
-        return Decoder(arch, checkpointing=checkpointing)
+        return Decoder(arch, checkpointing=checkpointing, **parts)
 
 
 def fill(name: str, tensor: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -17,7 +17,7 @@ TAG = click.option("--tag", metavar="TAG", help="Which checkpoint of the folder.
     epilog="\b\nExamples:\n  zplan checkpoint list runs/a\n  zplan checkpoint export runs/a model-folder --dtype bf16",
 )
 def checkpoint() -> None:
-    """List, verify, export and compare checkpoints. Needs no GPU."""
+    """List, verify, export, compare and import checkpoints. Needs no GPU."""
 
 
 @checkpoint.command(
@@ -107,3 +107,34 @@ def diff(first: Path, second: Path) -> None:
     if facts or found:
         sys.exit(1)
     click.echo(f"alike: {count} parameters with master weights and moments, counters and client state")
+
+
+@checkpoint.command(
+    "import",
+    epilog="\b\nExamples:\n  zplan checkpoint import deepspeed-run runs/a\n"
+    "  zplan checkpoint import deepspeed-run runs/a --tag global_step500 --model my-model/config.json",
+)
+@click.argument("source", metavar="DS_FOLDER", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@TAG
+@click.option(
+    "--model", type=click.Path(path_type=Path), metavar="CONFIG", help="Its config.json (or folder), for exports later."
+)
+def import_(source: Path, out: Path, tag: str | None, model: Path | None) -> None:
+    """Make a checkpoint in OUT of one that DeepSpeed wrote at stage 1, 2 or 3. No pickled code is run."""
+    from zplan.runtime.ds_import import import_deepspeed
+
+    found = import_deepspeed(source, out, tag=tag, config=None if model is None else _model_config(model))
+    m = found.manifest
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(
+        f"{found.path}: step {m.global_step}, {m.global_samples:,} samples, {len(m.parameters)} parameters of "
+        f"{m.world_size} ranks at stage {m.training['stage']}, {m.training['precision']}"
+    )
+
+
+def _model_config(path: Path) -> dict[str, Any]:
+    from zplan.planner.reading import read_json
+
+    return read_json(path / "config.json" if path.is_dir() else path)

@@ -54,15 +54,22 @@ __device__ __forceinline__ float from_fp16(unsigned short bits) {
 template <int KIND> struct Format;
 
 template <> struct Format<FP32> {
+    typedef float Word;
     static const int SIZE = 4;
+    static __device__ __forceinline__ float widen(float x) { return x; }
+    static __device__ __forceinline__ float narrow(float x) { return x; }
     static __device__ __forceinline__ float load(const void* p, i64 i) { return ((const float*)p)[i]; }
     static __device__ __forceinline__ float4 load4(const void* p, i64 i) {
         return pull<float4>((const float*)p + i);
     }
+    static __device__ __forceinline__ void store(void* p, i64 i, float x) { ((float*)p)[i] = x; }
 };
 
 template <> struct Format<BF16> {
+    typedef unsigned short Word;
     static const int SIZE = 2;
+    static __device__ __forceinline__ float widen(unsigned short x) { return from_bf16(x); }
+    static __device__ __forceinline__ unsigned short narrow(float x) { return to_bf16(x); }
     static __device__ __forceinline__ float load(const void* p, i64 i) {
         return from_bf16(((const unsigned short*)p)[i]);
     }
@@ -77,7 +84,10 @@ template <> struct Format<BF16> {
 };
 
 template <> struct Format<FP16> {
+    typedef unsigned short Word;
     static const int SIZE = 2;
+    static __device__ __forceinline__ float widen(unsigned short x) { return from_fp16(x); }
+    static __device__ __forceinline__ unsigned short narrow(float x) { return to_fp16(x); }
     static __device__ __forceinline__ float load(const void* p, i64 i) {
         return from_fp16(((const unsigned short*)p)[i]);
     }
@@ -89,4 +99,30 @@ template <> struct Format<FP16> {
     static __device__ __forceinline__ void store4(void* p, i64 i, float4 x) {
         push((unsigned short*)p + i, make_ushort4(to_fp16(x.x), to_fp16(x.y), to_fp16(x.z), to_fp16(x.w)));
     }
+};
+
+// COUNT numbers of one kind that are read or written at once, where their address is a multiple of their size.
+template <int KIND, int COUNT> struct Group {
+    typedef typename Format<KIND>::Word Word;
+    struct __align__(COUNT * sizeof(Word)) Words {
+        Word x[COUNT];
+    };
+
+    static __device__ __forceinline__ void load(const void* p, i64 i, float* x) {
+        Words words = *(const Words*)((const Word*)p + i);
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) x[k] = Format<KIND>::widen(words.x[k]);
+    }
+
+    static __device__ __forceinline__ void store(void* p, i64 i, const float* x) {
+        Words words;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) words.x[k] = Format<KIND>::narrow(x[k]);
+        *(Words*)((Word*)p + i) = words;
+    }
+};
+
+// 16 bytes of them.
+template <int KIND> struct Pack : Group<KIND, 16 / Format<KIND>::SIZE> {
+    static const int WIDTH = 16 / Format<KIND>::SIZE;
 };

@@ -1,9 +1,12 @@
 """How long a save takes: a raw write, foreground, background, and torch.distributed.checkpoint beside them.
 
-    python tests/bench/checkpoint_speed.py --folder DISK --million 300 [--device cpu]
+    bash tests/bench/run_gpu.sh 2 tests/bench/checkpoint_speed.py --folder DISK --million 500 [--device cpu]
 
-One rank; every number is the median of a few. `raw` writes the same number of bytes with fsync; `blocked` is how long
-training waits for a save in the background. Results go to stdout as JSON.
+Ranks under torchrun, stage 3; every number is the slowest rank's, and the median of rounds in which the order turns.
+`raw` writes each rank's share of the same bytes from host memory, all ranks at once, with fsync. `blocked` is how long
+training waits for a save in the background. The disk is made idle before each, and old files are
+deleted outside of all times. `raw ahead` is `raw` with the kernel asked to start on the disk as a save does. What was
+written is read back: every crc32, and a load into scrambled states. A table goes to stdout, then JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import shutil
 import statistics
 import sys
 import time
+import warnings
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,108 +27,175 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from zplan.planner.models import Architecture
 from zplan.runtime.checkpoint_frozen import bit_sum
-from zplan.runtime.checkpoint_ranges import state_tensor
+from zplan.runtime.checkpoint_ranges import state_tensor, states_of
 from zplan.runtime.checkpoint_read import Checkpoint
+from zplan.runtime.checkpoint_write import start_on_disk
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize, meta_init
+from zplan.runtime.rendezvous import Rendezvous
 
-REPEATS = 3
 SHAPE = Architecture("llama", 8, 1024, 16, 16, 64, 2816, 32000, 512, tied=True)
+BLOCK = 16 * 2**20
 
 
-def architecture(million: int) -> Architecture:
-    """A Llama shape of about that many parameters."""
+def start(million: int) -> Engine:
+    """A Llama shape of about that many parameters after one step at stage 3, with room for background saves."""
     layers = max(1, round((million * 1e6 - SHAPE.vocab * SHAPE.hidden) / (4 * 1024**2 + 3 * 1024 * 2816)))
-    return replace(SHAPE, layers=layers)
-
-
-def timed(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def raw_write(folder: Path, nbytes: int) -> None:
-    block = os.urandom(1 << 20) * 16
-    fd = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for at in range(0, nbytes, len(block)):
-        os.write(fd, block[: nbytes - at])
-    os.fsync(fd)
-    os.close(fd)
-    (folder / "raw").unlink()
-
-
-def states(engine: Engine) -> dict[str, torch.Tensor]:
-    """The same bytes as a checkpoint's, for torch.distributed.checkpoint."""
-    names = ("weight", "exp_avg", "exp_avg_sq")
-    return {f"{u.name}.{s}": state_tensor(u, s).detach() for u in engine.trained for s in names}
-
-
-def bits(engine: Engine) -> list[int]:
-    return [bit_sum(t) for t in states(engine).values()]
-
-
-@torch.no_grad()
-def scramble(engine: Engine) -> None:
-    for t in states(engine).values():
-        t.add_(1.0)
-    torch.rand(100, device=engine.device)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--million", type=int, default=300)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    args = parser.parse_args()
-    os.environ["ZPLAN_DEVICE"] = args.device
-    args.folder.mkdir(parents=True, exist_ok=True)
-    arch = architecture(args.million)
+    arch = replace(SHAPE, layers=layers)
     with meta_init():
         model = Decoder(arch)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
         "zplan": {"saving": "background", "seq": 64},
     }
     engine, *_ = initialize(model=model, config=config, init=lambda n, t: init_parameter(n, t, 0))
     ids = torch.randint(0, arch.vocab, (1, 64), device=engine.device)
     engine.backward(engine(ids, ids))
     engine.step()
-    device, out = engine.device, args.folder / "saved"
+    return engine
+
+
+def states(engine: Engine) -> dict[str, torch.Tensor]:
+    """This rank's states under names of its own, so that torch.distributed.checkpoint writes them all."""
+    return {f"{engine.rank}.{u.name}.{s}": state_tensor(u, s).detach() for u in engine.trained for s in states_of(u)}
+
+
+def raw_write(path: Path, nbytes: int, block: bytes, *, ahead: bool = False) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for at in range(0, nbytes, len(block)):
+        os.write(fd, memoryview(block)[: nbytes - at])
+        if ahead:
+            start_on_disk(fd, at, len(block))
+    os.fsync(fd)
+    os.close(fd)
+
+
+class Clock:
+    """Times calls that every rank makes: from a moment at which all are ready, to the end of the slowest."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.runs = engine, dict[str, list[float]]()
+        self.meeting = Rendezvous(engine.rank, engine.world_size)  # a save in the background uses the engine's own
+
+    def __call__(self, name: str, call: Callable[[], Any]) -> None:
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        os.sync()
+        self.meeting.all_say(str)
+        begin = time.perf_counter()
+        call()
+        spent = time.perf_counter() - begin
+        self.runs.setdefault(name, []).append(max(map(float, self.meeting.all_say(lambda: str(spent)))))
+
+
+def rounds(engine: Engine, folder: Path, count: int) -> dict[str, list[float]]:
+    """Every way of saving, `count` times, each time in another order; and loads that must give the same bits."""
+    out, clock, block = folder / "saved", Clock(engine), os.urandom(BLOCK)
+    raw, mine = folder / f"raw{engine.rank}", sum(t.nbytes for t in states(engine).values())
+    gloo = dist.new_group(backend="gloo")
+
+    def background(i: int) -> None:
+        clock("blocked", partial(engine.save_checkpoint, out, f"b{i}"))
+        clock("behind", engine.wait_for_checkpoint)
+
+    def dcp_async(i: int) -> None:
+        futures: list[Any] = []
+        target = folder / f"dcp{i}a"
+        clock(
+            "dcp blocked",
+            lambda: futures.append(dcp.async_save(states(engine), checkpoint_id=target, process_group=gloo)),
+        )
+        clock("dcp behind", lambda: futures[0].result())
+
+    ways: list[Callable[[int], None]] = [
+        lambda i: clock("raw", lambda: raw_write(raw, mine, block)),
+        lambda i: clock("raw ahead", lambda: raw_write(raw, mine, block, ahead=True)),
+        lambda i: clock("foreground", partial(engine.save_checkpoint, out, f"f{i}", background=False)),
+        background,
+        lambda i: clock("dcp", partial(dcp.save, states(engine), checkpoint_id=folder / f"dcp{i}")),
+        dcp_async,
+    ]
+    for i in range(count):
+        for k in range(len(ways)):
+            ways[(k + i) % len(ways)](i)
+            raw.unlink(missing_ok=True)
+            dist.barrier()
+            if engine.rank == 0:
+                newest = (out / "latest").read_text().split()[0]
+                for left in (*folder.glob("dcp*"), *(p for p in out.iterdir() if p.is_dir() and p.name != newest)):
+                    shutil.rmtree(left)
+        sums, drawn = [bit_sum(t) for t in states(engine).values()], torch.get_rng_state()
+        with torch.no_grad():
+            for t in states(engine).values():
+                t.add_(1.0)
+        torch.rand(100)
+        clock("load", lambda: engine.load_checkpoint(out))
+        assert [bit_sum(t) for t in states(engine).values()] == sums, "a load gave other states"
+        assert torch.equal(torch.get_rng_state(), drawn), "a load gave another random state"
+    return clock.runs
+
+
+def crc32_speed() -> float:
+    """Of one thread, in 1e9 bytes a second."""
+    block = bytearray(BLOCK)
+    begin = time.perf_counter()
+    for _ in range(8):
+        zlib.crc32(block)
+    return 8 * BLOCK / (time.perf_counter() - begin) / 1e9
+
+
+def table(found: dict[str, Any]) -> str:
+    """For people."""
+    m, gb = found["seconds"], found["bytes"] / 1e9
+    lines = [f"{gb:.2f} GB on {found['ranks']} ranks ({found['device']}), torch {found['torch']}", ""]
+    lines += [f"{name:12} {s:8.3f} s {gb / s:8.2f} GB/s" for name, s in m.items()]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"one thread sums {found['crc32_gb_per_s']:.2f} GB/s",
+            f"foreground is {found['foreground_of_raw']:.2f} of raw (wanted: at least 0.80)",
+            f"blocked is {found['blocked_of_foreground']:.1%} of foreground (wanted: below 10 %)",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--million", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    os.environ["ZPLAN_DEVICE"] = args.device
+    warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    engine = start(args.million)
+    out = args.folder / "saved"
     engine.save_checkpoint(out, "warm", background=False)
-    with Checkpoint(out / "warm") as checkpoint:
-        nbytes = checkpoint.manifest.nbytes
-    runs: dict[str, list[float]] = {}
-
-    def note(name: str, seconds: float) -> None:
-        runs.setdefault(name, []).append(seconds)
-
-    for i in range(REPEATS):
-        note("raw", timed(lambda: raw_write(args.folder, nbytes), device))
-        note("foreground", timed(partial(engine.save_checkpoint, out, f"f{i}", keep=1, background=False), device))
-        note("blocked", timed(partial(engine.save_checkpoint, out, f"b{i}", keep=1), device))
-        note("behind", timed(engine.wait_for_checkpoint, device))
-        note("dcp", timed(partial(dcp.save, states(engine), checkpoint_id=args.folder / f"dcp{i}"), device))
-        shutil.rmtree(args.folder / f"dcp{i}")
-        sums, drawn = bits(engine), torch.rand(3, device=device)
-        scramble(engine)
-        note("load", timed(lambda: engine.load_checkpoint(out), device))
-        assert bits(engine) == sums, "a load gave other states"
-        assert torch.equal(torch.rand(3, device=device), drawn), "a load gave another random state"
+    engine.save_checkpoint(out, "warm2", keep=1)
+    engine.wait_for_checkpoint()
+    runs = rounds(engine, args.folder, args.rounds)
+    if engine.rank == 0:
+        with Checkpoint(out / (out / "latest").read_text().split()[0]) as checkpoint:
+            nbytes, wrong = checkpoint.manifest.nbytes, list(checkpoint.verify())
+        assert not wrong, wrong
+        median = {name: statistics.median(times) for name, times in runs.items()}
+        how = {"bytes": nbytes, "ranks": engine.world_size, "device": str(engine.device), "torch": torch.__version__}
+        found = {**how, "seconds": median, "all": runs, "crc32_gb_per_s": crc32_speed()}
+        found["foreground_of_raw"] = median["raw"] / median["foreground"]
+        found["blocked_of_foreground"] = median["blocked"] / median["foreground"]
+        sys.stdout.write(table(found) + "\n\n" + json.dumps(found) + "\n")
+        shutil.rmtree(args.folder)
     engine.close()
-    median = {name: statistics.median(times) for name, times in runs.items()}
-    found = {"bytes": nbytes, "device": str(device), "torch": torch.__version__, "seconds": median, "all": runs}
-    found["foreground_of_raw"] = median["raw"] / median["foreground"]
-    found["blocked_of_foreground"] = median["blocked"] / median["foreground"]
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ from zplan.runtime.mesh import Mesh, join
 WARM_UP, STEPS = 4, 8
 
 
-def zplan_step(name: str, micro_batch: int, checkpointing: str, stage: int, *, compiled: bool) -> Made:
+def zplan_step(name: str, micro_batch: int, checkpointing: str, stage: int, *, compiled: bool, **extras: str) -> Made:
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "bf16": {"enabled": True},
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "zero_optimization": {"stage": stage},
+        "zplan": extras,
     }
     with torch.device("meta"):
         model = Decoder(SHAPES[name], checkpointing=checkpointing)

@@ -7,4 +7,4 @@ ln -s "$PWD"/zplan/*.py "$PWD/planner" "$PWD/runtime" "$PWD/cuda_ops" "$shim/zpl
 export PYTHONPATH="$shim:${PYTHONPATH:-}" PYTORCH_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1
 nproc=$1
 shift
-torchrun --standalone --nproc-per-node "$nproc" "$@"
+python3 -m torch.distributed.run --standalone --nproc-per-node "$nproc" "$@"

@@ -1,0 +1,80 @@
+"""Ring and slot in memory that all ranks read: on CPU ranks, where gloo's collectives stand for the copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_engine
+import torch
+import torch.distributed as dist
+import workload as w
+
+from zplan.planner.buffers import page_lines, shared_sizes
+from zplan.planner.config import Choice
+from zplan.planner.placement import place
+from zplan.planner.predict import predict
+from zplan.planner.timeline import timeline
+from zplan.runtime import arena, engine
+
+SPEC = w.spec(w.LLAMA4)
+
+
+class OverGloo:
+    """What `symmetric.Shared` promises, by collectives."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, group: Any, timeout_s: float) -> None:
+        self.buffer = torch.empty(numel, dtype=dtype, device=device)
+        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
+        dist.barrier(group)
+
+    def gather(self, pieces: list[torch.Tensor]) -> None:
+        for full in pieces:
+            assert full.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata
+            parts = [x.view(torch.uint8) for x in full.chunk(self.world_size)]
+            dist.all_gather(parts, parts[self.rank].clone(), group=self.group)
+
+    def exchange(self, received: torch.Tensor, full: torch.Tensor) -> None:
+        assert full.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata
+        dist.all_to_all_single(received.view(torch.uint8), full.contiguous().view(torch.uint8), group=self.group)
+
+
+def train_with_copies(rank: int, world_size: int, arch: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(arena, "Shared", OverGloo)
+        m.setattr(engine, "_transport", lambda *_: "copies")
+        m.setattr(Choice, "copies", property(lambda c: c.transport == "copies" and c.world_size > 1))
+        return test_engine.train(rank, world_size, arch, config, steps, False)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (2, 2), (3, 1), (3, 3)])
+def test_copies_change_no_bit(run_ranks, stage, accumulation):
+    config = w.config(stage, accumulation, precision="bf16", checkpointing="full", piece=16384)
+    runs = {
+        "collectives": run_ranks(2, test_engine.train, "llama4", config, 4, False),
+        "copies": run_ranks(2, train_with_copies, "llama4", config, 4),
+    }
+    test_engine.same_bits(runs)
+
+
+def test_lines_of_symmetric_memory():
+    """The slot that others read is always there; each buffer brings two tables of addresses and ends with its page."""
+    plain, copies = (Choice(3, 8, transport=t) for t in ("collectives", "copies"))
+    a, b = predict(SPEC, plain), predict(SPEC, copies)
+    assert a.line("grads.slot").nbytes == b.line("grads.slot").nbytes
+    assert len(a.line("grads.slot").spans) == 1 and a.line("grads.slot").spans != b.line("grads.slot").spans
+    sizes = shared_sizes(place(SPEC, copies), copies)
+    assert sorted(sizes) == sorted(
+        [b.line("params.ring.block").nbytes] * copies.ring_slots + [b.line("grads.slot").nbytes]
+    )
+    assert (b.line("shared.tables").nbytes, b.line("shared.tables").count) == (8 * 8, 2 * len(sizes))
+    (pages,) = page_lines(place(SPEC, copies), copies, timeline(SPEC.units))
+    assert 0 < pages.nbytes <= len(sizes) * 2**21 and (pages.nbytes + sum(sizes)) % 2**21 == 0
+
+
+@pytest.mark.parametrize("change", [{"world_size": 1}, {"device": "cpu"}, {"stage": 0}])
+def test_where_nobody_reads_nothing_is_shared(change):
+    choice = Choice(**{"stage": 3, "world_size": 4, "transport": "copies", **change})
+    assert shared_sizes(place(SPEC, choice), choice) == []
+    assert all(not x.id.startswith("shared") for x in predict(SPEC, choice).lines)
