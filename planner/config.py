@@ -79,6 +79,8 @@ class Choice:
     """Stage 3: gathered blocks held at once."""
     piece_numel: int = 32 * 2**20
     """Elements; cap of one reduce (`reduce_bucket_size`): 128 MiB in fp32."""
+    persist_numel: int = 0
+    """Stage 3: units of fewer elements stay whole on every rank (`stage3_param_persistence_threshold`)."""
     device: Device = "cuda"
     """Whose op table the activations follow."""
     compile: bool = False
@@ -120,6 +122,11 @@ class Choice:
     def global_batch(self) -> int:
         """Sequences per optimizer step over all ranks."""
         return self.micro_batch * self.accumulation * self.world_size
+
+    @property
+    def num_gpus(self) -> int:
+        """Over all nodes: data-parallel ranks times those that share one copy of the model."""
+        return self.world_size * self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
     def itemsize(self) -> int:

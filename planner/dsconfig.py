@@ -5,7 +5,7 @@ The planner reads `--config` files with it and writes plans; the engine reads wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -25,20 +25,18 @@ from zplan.planner.config import (
     Saving,
     Transport,
 )
+from zplan.planner.dsoptimizer import STARTS, explicit_optimizer, name_optimizer, optimizer_block, read_optimizer
 from zplan.planner.dsschema import UNPREFIXED
-from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
-from zplan.planner.optimizers import KINDS, find_kind, kind_of
 from zplan.planner.reading import (
     check_keys,
     refuse_type,
     want_bool,
     want_int,
-    want_list,
     want_number,
     want_object,
     want_one_of,
-    want_str,
 )
 from zplan.planner.schedules import Schedule, read_schedule
 
@@ -69,21 +67,33 @@ class TrainingConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    """Decoupled: AdamW."""
+    """Decoupled for AdamW and Lion, else added to the gradient."""
+    optimizer: str = "adamw"
+    """A name of `planner/optimizers.py`."""
+    momentum: float = 0.9
+    """Of `sgd-momentum`."""
+    nesterov: bool = False
+    """Of `sgd-momentum`."""
     clip: float = 1.0
     """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
     loss_scale: LossScale = LossScale()
     """Of fp16 training."""
     schedule: Schedule | None = None
     """Of the learning rate, in applied optimizer steps; None keeps it constant."""
-    optimizer: str = "adamw"
-    """A name of the optimizer table."""
     reduce_dtype: Precision = "fp32"
     """dtype in which gradients are reduced and accumulated."""
     offload: Offload = Offload()
     """What lies off the device between its uses."""
     steps_per_print: int = 10
-    """Optimizer steps between progress lines."""
+    """Optimizer steps between progress lines, where the config asks for some."""
+    breakdown: bool = False
+    """Time forward, backward, gathers, reduces and step (`wall_clock_breakdown`)."""
+    overlap: bool = True
+    """Gathers and reduces run beside compute (`overlap_comm`); else on its stream, and nothing is gathered ahead."""
+    prefetch_numel: int | None = None
+    """Elements gathered ahead (`stage3_prefetch_bucket_size`): one unit at least unless 0. None is one unit."""
+    persist_numel: int = 0
+    """Stage 3: units of fewer elements stay whole on every rank."""
     ring_slots: int = 2
     """Stage 3: gathered blocks held at once, where `max_live` does not say it."""
     max_live: int | None = None
@@ -139,7 +149,7 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 _EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
 _EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
 _EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
-EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS)
+EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -156,21 +166,26 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     where = f"`{source}`"
     found: dict[str, Any] = {}
     mapping, became = settle_autos(mapping)
-    known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT)
+    known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT, *dskeys.TOP_MAPPED)
     for key, meant in dskeys.MEANT.items():
         if key in mapping:
             raise ZplanError(f"unknown key `{key}` in {where}", f"did you mean `{meant}`?")
     check_keys(mapping, known, where)
     notes = tuple(f'`{".".join(path)}` of {where} is "auto": {words}' for path, words in became.items())
     notes += _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
+    notes += _prescaling(mapping, where)
     names = {KEYS.train: "train_batch_size", KEYS.micro: "micro_batch", KEYS.accumulation: "accumulation"}
     for key, field in names.items():
         if mapping.get(key) is not None:
             found[field] = want_int(key, where, mapping[key])
-    if mapping.get("gradient_clipping") is not None:
-        found["clip"] = want_number("gradient_clipping", where, mapping["gradient_clipping"])
-    if mapping.get("steps_per_print") is not None:
-        found["steps_per_print"] = want_int("steps_per_print", where, mapping["steps_per_print"])
+    values: dict[str, tuple[str, Callable[[str, str, object], Any]]] = {
+        "gradient_clipping": ("clip", want_number),
+        "wall_clock_breakdown": ("breakdown", want_bool),
+        "steps_per_print": ("steps_per_print", want_int),
+    }
+    for key, (field, want) in values.items():
+        if mapping.get(key) is not None:
+            found[field] = want(key, where, mapping[key])
     _reduce_dtype(mapping, where, found)
     blocks = {"bf16": _bf16, "fp16": _fp16, "zero_optimization": _zero, "optimizer": _optimizer, "zplan": _extras}
     for key, read in blocks.items():
@@ -223,11 +238,19 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
     return TrainingConfig(batch.micro, batch.accumulation, world_size, **found, given=given, notes=notes)
 
 
+FREE = (
+    *("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "clip", "schedule", "loss_scale"),
+    *("steps_per_print", "breakdown", "overlap", "prefetch_numel"),
+)
+"""Fields that no `Choice` has: they decide no bytes."""
+
+
 def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
     """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
     own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
-    free = ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "loss_scale", "steps_per_print")
-    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **{n: settings[n] for n in free if n in settings})
+    asked = {n: settings[n] for n in FREE if n in settings}
+    fields_of = {**STARTS.get(choice.optimizer, {}), **asked}
+    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **fields_of, given=frozenset(asked))
 
 
 def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str, Any]:
@@ -243,6 +266,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
     """
     bf16 = config.precision == "bf16"
     live = config.ring_slots * largest_block_numel if config.max_live is None else config.max_live
+    ahead = config.prefetch_numel
     batch = Batch(config.micro_batch, config.accumulation, config.world_size)
     return {
         KEYS.train: batch.train,
@@ -250,7 +274,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         KEYS.accumulation: batch.accumulation,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
         "fp16": explicit_loss_scale(config.loss_scale) if config.precision == "fp16" else {"enabled": False},
-        "optimizer": _explicit_optimizer(config),
+        "optimizer": explicit_optimizer(config.optimizer, vars(config)),
         **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
         "communication_data_type": config.reduce_dtype,
@@ -260,7 +284,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         "zero_optimization": {
             "stage": config.stage,
             "contiguous_gradients": True,
-            "overlap_comm": True,
+            "overlap_comm": config.overlap,
             "reduce_scatter": True,
             "reduce_bucket_size": config.piece_numel,
             "allgather_partitions": True,
@@ -269,13 +293,13 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
             "sub_group_size": 1_000_000_000,
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,
-            "stage3_prefetch_bucket_size": largest_block_numel,
-            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": largest_block_numel if ahead is None else ahead,
+            "stage3_param_persistence_threshold": config.persist_numel,
             "stage3_gather_16bit_weights_on_model_save": False,
             **_explicit_offload(config.offload),
         },
         "steps_per_print": config.steps_per_print,
-        "wall_clock_breakdown": False,
+        "wall_clock_breakdown": config.breakdown,
     }
 
 
@@ -291,18 +315,6 @@ def _accumulation_dtype(config: TrainingConfig) -> str | None:
     """DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there."""
     whole = config.precision != "fp32" and config.stage == 0
     return None if whole or config.reduce_dtype != "fp32" else "fp32"
-
-
-def _explicit_optimizer(config: TrainingConfig) -> dict[str, Any]:
-    """The optimizer's block. What DeepSpeed has no name for is written under zplan's, which it will refuse by name."""
-    kind = kind_of(config.optimizer)
-    params: dict[str, Any] = {"lr": config.lr, "betas": list(config.betas), "eps": config.eps}
-    params["weight_decay"] = config.weight_decay
-    if kind.name == "sgd-momentum":
-        params["momentum"] = config.betas[0]
-    if kind.name == "adamw":
-        params["adam_w_mode"] = True
-    return {"type": kind.deepspeed or kind.name, "params": params}
 
 
 def _screen(
@@ -322,6 +334,23 @@ def _screen(
         if block[key] == "auto" and key in inert:
             raise refuse_type(key, where, "auto", "the value itself")
     return tuple(f"`{key}` of {where} changes nothing: {inert[key]}" for key in block if key in inert)
+
+
+def _prescaling(mapping: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Dividing before or after the sum over ranks is the same in fp32, but for the last bit."""
+    notes = []
+    for key, why in dskeys.TOP_MAPPED.items():
+        if key not in mapping or mapping[key] is None:
+            continue
+        if key == "prescale_gradients":
+            asks = want_bool(key, where, mapping[key])
+        else:
+            asks = want_number(key, where, mapping[key]) != 1
+            if not mapping[key]:
+                raise ZplanError(f"`{key}` of {where} is 0", "write 1.0, or leave it out")
+        if asks:
+            notes.append(f"`{key}` of {where} changes nothing: {why}")
+    return tuple(notes)
 
 
 def _bf16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
@@ -358,6 +387,11 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
         found["stage"] = stage
     if "reduce_bucket_size" in block:
         found["piece_numel"] = want_int("reduce_bucket_size", where, block["reduce_bucket_size"])
+    if block.get("overlap_comm") is not None:
+        found["overlap"] = want_bool("overlap_comm", where, block["overlap_comm"])
+    for name, field in dskeys.ZERO_COUNTS.items():
+        if block.get(name) is not None:
+            found[field] = want_int(name, where, block[name], least=0)
     if "stage3_max_live_parameters" in block:
         name = "stage3_max_live_parameters"
         found["max_live"] = want_int(name, where, block[name], least=0)
@@ -397,53 +431,10 @@ def _offload(block: Mapping[str, Any], where: str, found: dict[str, Any]) -> tup
     return notes
 
 
-def _optimizer_type(kind: str, where: str, momentum: float) -> str:
-    """A name of the optimizer table. DeepSpeed's "Adam" decays like AdamW unless told otherwise, so both mean the
-    same.
-    """
-    if kind.lower() == "sgd":
-        return "sgd-momentum" if momentum else "sgd"
-    if kind.lower() in dskeys.OTHER_OPTIMIZERS:
-        raise ZplanError(f"optimizer `{kind}` is not built yet", 'use "AdamW"')
-    try:
-        return find_kind(kind).name
-    except ZplanError:
-        near = did_you_mean(kind.lower(), ("adam", *KINDS, *dskeys.OTHER_OPTIMIZERS))
-        raise ZplanError(f"unknown optimizer `{kind}` in {where}", near or 'use "AdamW"') from None
-
-
-def _betas(value: Any, where: str) -> tuple[float, float]:
-    betas = [want_number("betas", where, b) for b in want_list("betas", where, value)]
-    if len(betas) != 2 or max(betas) >= 1:
-        raise ZplanError(f"`betas` of {where} are {betas}", "write two numbers below 1, such as [0.9, 0.999]")
-    return betas[0], betas[1]
-
-
 def _optimizer(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
-    check_keys(block, ("type", "params", "legacy_fusion"), where)
-    if "type" not in block:
-        raise ZplanError(f"{where} has no `type`", 'write "type": "AdamW"')
-    params = want_object("params", where, block.get("params") or {})
-    inner = f"`params` of {where}"
-    momentum = want_number("momentum", inner, params["momentum"]) if "momentum" in params else 0.0
-    found["optimizer"] = _optimizer_type(want_str("type", where, block["type"]), where, momentum)
-    if not found["optimizer"].startswith("sgd") and "momentum" in params:
-        raise ZplanError(f"`momentum` of {inner} is for SGD", "leave it out; AdamW's is the first of `betas`")
-    params.pop("momentum", None)
-    where = inner
-    if "max_grad_norm" in params:
-        raise ZplanError(f"`max_grad_norm` of {where} clips nothing", "write `gradient_clipping` at the top level")
-    check_keys(params, (*dskeys.OPTIMIZER_HONOURED, *dskeys.OPTIMIZER_NEUTRAL, *dskeys.OPTIMIZER_INERT), where)
-    notes = _screen(params, dskeys.OPTIMIZER_NEUTRAL, dskeys.OPTIMIZER_INERT, where)
-    for name in ("lr", "eps", "weight_decay"):
-        if name in params:
-            found[name] = want_number(name, where, params[name])
-    if "betas" in params:
-        found["betas"] = _betas(params["betas"], where)
-    if "lr" not in params:
-        found["lr"] = 1e-3
-        notes += (f"{where} has no `lr`: 0.001, which is DeepSpeed's default",)
-    return notes
+    kind, params, where, neutral = optimizer_block(block, where)
+    notes = _screen(params, neutral, dskeys.OPTIMIZER_INERT, where)
+    return notes + read_optimizer(kind, params, where, found)
 
 
 def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
@@ -466,4 +457,6 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     for name in _EXTRA_FLAGS:
         if name in block:
             found[name] = want_bool(name, where, block[name])
+    if "optimizer" in block:
+        name_optimizer(block["optimizer"], where, found)
     return ()

@@ -13,7 +13,7 @@ from zplan.planner.writing import render
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
 
-Format = Literal["zplan", "deepspeed", "accelerate", "hf", "fsdp2", "slurm"]
+Format = Literal["zplan", "deepspeed", "accelerate", "hf", "fsdp2", "torchtitan", "slurm"]
 FORMATS = get_args(Format)
 
 SUGGESTED: dict[str, str] = {
@@ -22,6 +22,7 @@ SUGGESTED: dict[str, str] = {
     "accelerate": "accelerate.yaml",
     "hf": "training_args.json",
     "fsdp2": "train_fsdp2.py",
+    "torchtitan": "torchtitan_config.py",
     "slurm": "job.sbatch",
 }
 """File names that the emitted files know each other by."""
@@ -44,10 +45,19 @@ def emit(plan: Plan, form: str) -> tuple[str, tuple[str, ...]]:
     tuple
         The text, and notes: what that tool does otherwise than zplan.
     """
+    other = plan.choice.optimizer
+    if other != "adamw" and form in ("hf", "accelerate", "fsdp2"):
+        raise ZplanError(
+            f"`--format {form}` writes AdamW, and the plan is for {other}", "use --format zplan or deepspeed"
+        )
     if form not in _WRITERS:
         near = did_you_mean(form, FORMATS) or f"use one of {', '.join(FORMATS)}"
         raise ZplanError(f"there is no format `{form}`", near)
-    for limit in limits(plan.choice, plan.spec):
+    if plan.choice.runtime != "zplan":
+        from zplan.planner.peer_plan import refuse_format
+
+        refuse_format(plan.choice, form)
+    for limit in limits(plan.choice, plan.spec) if plan.choice.runtime == "zplan" else ():
         if form != "zplan" and limit.key not in ("--optimizer", "--reduce-dtype"):
             raise ZplanError(f"`{limit.words}` has no words in the format `{form}`", limit.instead)
     return _WRITERS[form](plan)
@@ -62,14 +72,25 @@ def _zplan(plan: Plan) -> tuple[str, tuple[str, ...]]:
 
 
 def _deepspeed(plan: Plan) -> tuple[str, tuple[str, ...]]:
-    notes = ["the ledger is zplan's: DeepSpeed has reduce buckets and gathered copies of its own"]
+    notes = [_whose(plan, "DeepSpeed has reduce buckets and gathered copies of its own")]
     if plan.choice.stage in (1, 2):
         notes.append(
             "DeepSpeed all-reduces gradients at stages 1 and 2 by default: twice the bytes of a reduce-scatter"
         )
+    if plan.choice.optimizer == "adamw-bf16":
+        notes.append("both moments are fp32 there: `adamw-bf16` is an optimizer of zplan's own")
     if plan.choice.checkpointing == "full":
         notes.append("checkpointing is the model's own business there: model.gradient_checkpointing_enable()")
     return render(plan.ds_config()) + "\n", tuple(notes)
+
+
+def _whose(plan: Plan, otherwise: str) -> str:
+    """Which runtime's ledger a plan has."""
+    if plan.choice.runtime == "zplan":
+        return f"the ledger is zplan's: {otherwise}"
+    from zplan.planner.peer_plan import told
+
+    return told(plan.choice)
 
 
 def _accelerate(plan: Plan) -> tuple[str, tuple[str, ...]]:
@@ -155,12 +176,18 @@ def _fsdp2(plan: Plan) -> tuple[str, tuple[str, ...]]:
         )
     if plan.choice.precision == "fp16":
         raise ZplanError("fp16 is not built into the FSDP2 script yet", "plan with --precision bf16")
-    notes = ["the ledger is zplan's: FSDP2 has gathered copies and a reduce input of its own"]
-    if plan.choice.stage in (1, 2):
+    notes = [_whose(plan, "FSDP2 has gathered copies and a reduce input of its own")]
+    if plan.choice.stage in (1, 2) and plan.choice.runtime == "zplan":
         notes.append("FSDP2 has no stage 1 or 2: blocks stay gathered between forward and backward instead")
     if plan.choice.precision == "bf16":
         notes.append("parameters are fp32 shards, gathered in bf16 and reduced in fp32, as in the plan")
     return fsdp2_script(plan), tuple(notes)
+
+
+def _torchtitan(plan: Plan) -> tuple[str, tuple[str, ...]]:
+    from zplan.planner.emit_torchtitan import torchtitan_module
+
+    return torchtitan_module(plan)
 
 
 def _slurm(plan: Plan) -> tuple[str, tuple[str, ...]]:
@@ -179,5 +206,6 @@ _WRITERS: dict[str, Callable[[Plan], tuple[str, tuple[str, ...]]]] = {
     "accelerate": _accelerate,
     "hf": _hf,
     "fsdp2": _fsdp2,
+    "torchtitan": _torchtitan,
     "slurm": _slurm,
 }

@@ -18,12 +18,14 @@ from zplan.planner.config import (
     Place,
     Precision,
     Reduce,
+    Runtime,
     Saving,
     Transport,
 )
 from zplan.planner.cost import Goal
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.interval import Margin, parse_margin
+from zplan.planner.peer_rules import PARALLEL, check_request
 from zplan.planner.units import parse_bytes, parse_count
 
 MOST = 10**9
@@ -31,6 +33,9 @@ MOST = 10**9
 
 MOST_ELEMENTS = 10**12
 """Largest reduce bucket; configs use absurdly large ones to say: all at once."""
+
+ELEMENTS = ("piece_numel", "persist_numel")
+"""Choices that count elements."""
 
 OPTION = {
     "stage": "--stage",
@@ -56,6 +61,12 @@ OPTION = {
     "kernels": "`kernels`",
     "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
+    "persist_numel": "`stage3_param_persistence_threshold`",
+    "runtime": "--runtime",
+    "tensor_parallel": "--tp",
+    "pipeline_parallel": "--pp",
+    "context_parallel": "--cp",
+    "hpz": "--hpz",
 }
 """What fixes a choice, and what it is called."""
 
@@ -124,12 +135,16 @@ class Request:
         return self.fixed.get(name)
 
 
+_SHORT = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
+"""Arguments that are called otherwise in a choice."""
+
 ARGUMENTS = (
     *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
     *("efficiency", "network", "tokens", "epochs", "examples", "price"),
     *("offload_params", "offload_ratio", "config", "offline"),
     *("lora", "lora_targets", "lora_embeddings", "qlora"),
-    *OPTION,
+    *_SHORT,
+    *(name for name in OPTION if name not in _SHORT.values()),
 )
 """Names that `make_request` knows."""
 
@@ -153,6 +168,8 @@ def make_request(given: Mapping[str, Any]) -> Request:
         if name not in ARGUMENTS:
             raise ZplanError(f"unknown argument `{name}`", did_you_mean(name, ARGUMENTS) or "see the documentation")
     given = {name: _of_type(name, value) for name, value in given.items()}
+    asked = {name: _plain(given[name]) for name in ARGUMENTS if name in given}
+    given = {_SHORT.get(name, name): value for name, value in given.items()}
     _refuse_unbuilt(given)
     fixed = {name: _check(name, given[name]) for name in OPTION if name in given and name != "offload"}
     if {"offload", "offload_params", "offload_ratio"} & set(given):
@@ -162,6 +179,11 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed["stage"], fixed_by["stage"] = 3, "--offload-params"
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
     _settle_checkpointing(fixed, fixed_by)
+    tuning = _tuning(given)
+    if {"runtime", *PARALLEL} & set(fixed):
+        check_request(fixed)
+        if tuning is not None and fixed.get("runtime", "zplan") != "zplan":
+            raise ZplanError(f"`--lora` is not counted with --runtime {fixed['runtime']}", "use --runtime zplan")
     return Request(
         model=given.get("model"),
         params=parse_count(given["params"], "--params") if "params" in given else None,
@@ -178,9 +200,9 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,
-        tuning=_tuning(given),
+        tuning=tuning,
         offline=bool(given.get("offline")),
-        asked={name: _plain(given[name]) for name in ARGUMENTS if name in given},
+        asked=asked,
         notes=notes,
     )
 
@@ -309,6 +331,7 @@ _WORDS = {
     "kernels": get_args(Kernels),
     "saving": get_args(Saving),
     "reduce_dtype": ("fp32", "bf16"),
+    "runtime": get_args(Runtime),
 }
 
 
@@ -336,7 +359,7 @@ def _check(name: str, value: Any) -> Any:
         if value not in (0, 1, 2, 3) or isinstance(value, bool):
             raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")
         return int(value)
-    return _whole(flag, value, least=2 if name == "ring_slots" else 1)
+    return _whole(flag, value, least={"ring_slots": 2, "persist_numel": 0}.get(name, 1))
 
 
 def _number(flag: str, value: Any, *, most: int) -> float:
@@ -381,7 +404,7 @@ def _merge_config(
         own = _CONFIG_NAMES.get(name, name)
         if own not in OPTION:
             settings[name] = value
-        elif isinstance(value, int) and value > (MOST_ELEMENTS if own == "piece_numel" else MOST):
+        elif isinstance(value, int) and value > (MOST_ELEMENTS if own in ELEMENTS else MOST):
             raise ZplanError(f"`{source}` asks for {value:,} as {own.replace('_', '-')}", "check that number")
         elif own in fixed and fixed[own] != value:
             raise ZplanError(f"`{OPTION[own]} {fixed[own]}` and `{source}` ({value}) disagree", "drop one of the two")

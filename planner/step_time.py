@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zplan.planner.comm import ring_numel, wire_itemsize
+from zplan.planner.comm import ring_bytes, wire_itemsize
 from zplan.planner.config import Choice
 from zplan.planner.folding import Folding
 from zplan.planner.hardware import Hardware
@@ -94,6 +94,8 @@ class Sizes:
     """Bytes of a whole gather, once: of what is trained, and of what else is in a ring."""
     again: float
     """Bytes that each further pass of a step gathers, forward or backward: rings only."""
+    guests: float
+    """Trained elements of a ring that are no block's."""
     layers: int
     ringed: bool
     """Whether the blocks are gathered into a ring."""
@@ -111,26 +113,28 @@ def unit_sizes(folding: Folding, choice: Choice) -> Sizes:
     assert spec.arch is not None, f"{spec.name} has no known shape"
     trained, gathered = [0.0] * 3, [0.0] * 3
     met = ringed = False
+    guests = 0.0
     for p in place(spec, choice):
         block = p.unit.kind == "block"
         part, of = (1, spec.arch.layers) if block else (2, 1) if met else (0, 1)
         met, ringed = met or block, ringed or (block and p.ringed)
         if not p.frozen:
             trained[part] += p.layout.padded_numel / of
+            guests += p.layout.padded_numel if p.ringed and not block else 0
         if p.ringed or not p.frozen:
-            gathered[part] += p.layout.padded_numel * choice.itemsize / of
+            gathered[part] += p.buffer_bytes(choice) / of
     again = 0.0
     if choice.sharded:
-        more = folding.affine(lambda s: _gathered_again(s, choice)) * choice.itemsize
-        again = more / (2 * choice.accumulation - 1)
+        again = folding.affine(lambda s: _gathered_again(s, choice)) / (2 * choice.accumulation - 1)
     layers = spec.arch.layers + folding.extra
-    return Sizes((trained[0], trained[1], trained[2]), (gathered[0], gathered[1], gathered[2]), again, layers, ringed)
+    parts = ((trained[0], trained[1], trained[2]), (gathered[0], gathered[1], gathered[2]))
+    return Sizes(*parts, again, guests, layers, ringed)
 
 
 def _gathered_again(spec: ModelSpec, choice: Choice) -> int:
-    """Elements that rings gather in a step beyond once."""
+    """Bytes that rings gather in a step beyond once."""
     placements = place(spec, choice)
-    return ring_numel(placements, choice) - sum(p.layout.padded_numel for p in placements if p.ringed)
+    return ring_bytes(placements, choice) - sum(p.buffer_bytes(choice) for p in placements if p.ringed)
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,8 @@ def step_time(spec: ModelSpec, choice: Choice, sizes: Sizes, link: Wire, at: Spe
         again = passes.backward(layers) - without.backward(layers)
     k = choice.accumulation
     compute = k * (passes.forward(layers) + passes.backward(layers))
-    off = offload_work(choice, sizes.total, sizes.trained[1], layers=layers, hidden=arch.hidden)
+    block = sizes.trained[1]
+    off = offload_work(choice, sizes.total, block, layers=layers, hidden=arch.hidden, guests=sizes.guests)
     gathers, reduces, carried = _exposed(choice, sizes, passes, link, off.seconds_a_gather(at))
     owned = sizes.total / (choice.world_size if shards_states(choice) else 1) * (1 - off.share)
     late, bound = _offload(off, passes, choice, link, at)

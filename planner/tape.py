@@ -540,6 +540,9 @@ class Tape:
             self._held.append(gradient.alias())
         elif self.retention != "none":
             unit.arrived.append(gradient.alias())
+        else:
+            gradients.clear()
+            del gradient
         if unit.landed == unit.missing:
             self._retained.clear()
             self.enter(f"reduce.{unit.name}")

@@ -46,6 +46,17 @@ def textbook_states(num_params: int, stage: int, world_size: int) -> int:
     return TEXTBOOK[stage].of(num_params, world_size)
 
 
+def least_ranks(num_params: int, mem_bytes: int) -> int:
+    """Ranks over which stage 3 must split the states so that each share is at most `mem_bytes`.
+
+    Examples
+    --------
+    >>> least_ranks(671 * 10**9, 64 * 10**9)
+    168
+    """
+    return max(1, -(-TEXTBOOK[3].split * num_params // mem_bytes))
+
+
 def runtime_rate(choice: Choice) -> Rate:
     """Bytes a parameter that zplan's runtime holds between backward and step, working buffers apart.
 
@@ -53,6 +64,10 @@ def runtime_rate(choice: Choice) -> Rate:
     master, except at stage 3, where only the shard is kept. Gradients are split where they are reduced into a shard.
     Other optimizers count their states to the whole byte. What is offloaded whole is not held here.
     """
+    if choice.runtime != "zplan":
+        from zplan.planner.peer_rate import peer_rate
+
+        return peer_rate(choice)
     kind, weights, reduced = kind_of(choice.optimizer), choice.itemsize, choice.reduce_itemsize
     master = 4 if kind.master and choice.precision != "fp32" else 0
     if choice.offload.optimizer != "none" and choice.offload.ratio == 1:

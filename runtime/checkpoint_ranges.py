@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zplan.runtime.checkpoint_format import ADAMW, FROZEN, RANGE_NUMEL, WEIGHT, Range
+from zplan.runtime.checkpoint_format import FROZEN, RANGE_NUMEL, WEIGHT, Range
 from zplan.runtime.unit import FlatUnit
 
 
@@ -41,13 +41,7 @@ NAMES = {
 
 def states_of(unit: FlatUnit) -> tuple[str, ...]:
     """What is saved of a unit's parameters."""
-    return (FROZEN,) if unit.placement.frozen else (WEIGHT, *moments_of(unit))
-
-
-def moments_of(unit: FlatUnit) -> dict[str, Tensor]:
-    """What the optimizer keeps of a trained unit, by its own names, in the order in which it is saved."""
-    owned = {name: getattr(unit, name) for name in ADAMW}
-    return {name: tensor for name, tensor in owned.items() if tensor is not None}
+    return (FROZEN,) if unit.placement.frozen else (WEIGHT, *unit.states)
 
 
 def state_tensor(unit: FlatUnit, state: str) -> Tensor:
@@ -57,7 +51,7 @@ def state_tensor(unit: FlatUnit, state: str) -> Tensor:
     elif state == WEIGHT:
         tensor = unit.flat if unit.master is None else unit.master
     else:
-        tensor = moments_of(unit).get(state)
+        tensor = unit.states.get(state)
     assert tensor is not None, f"unit {unit.name} has no {state}"
     return tensor
 

@@ -14,26 +14,33 @@ from torch import nn
 
 from zplan.planner.dsconfig import TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
+from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.engine import LISTENERS, OPEN, Engine
+from zplan.runtime.groups import Asked, Parameters
 from zplan.runtime.materialize import Initializer
 from zplan.runtime.mesh import Mesh, join
-from zplan.runtime.optimizer import ShardedAdamW
-from zplan.runtime.schedule import Scheduler
+from zplan.runtime.optimizer import ShardedOptimizer
+from zplan.runtime.schedule import Given, Scheduler, TorchScheduler
 from zplan.runtime.summon import Whole
+from zplan.runtime.weights import WeightFolder
 
 
 def initialize(  # noqa: PLR0913  each is a choice of the user's own
     *,
     model: nn.Module,
     config: object = None,
+    optimizer: Asked = None,
+    model_parameters: Parameters | None = None,
     training_data: Any = None,
+    weights: str | os.PathLike[str] | None = None,
     init: Initializer | None = None,
     seed: int = 0,
     world: int | None = None,
     checked: bool | None = None,
     units: Sequence[str] | None = None,
     resident: Sequence[str] = (),
-) -> tuple[Engine, ShardedAdamW, Any, Scheduler | None]:
+    lr_scheduler: Given | None = None,
+) -> tuple[Engine, ShardedOptimizer, Any, Scheduler | TorchScheduler | None]:
     """Turn a module into an engine that trains it under a plan or config.
 
     Parameters
@@ -43,8 +50,19 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     config
         A `Plan`, the path of a plan or of a DeepSpeed config, or such a config as a mapping. Under `zplan run` it may
         be left out.
+    optimizer
+        A torch optimizer over the model's parameters, or a class or function that makes one from parameters or groups;
+        None for the config's. torch's AdamW, Adam and SGD run as zplan's own; others on flat slices, where they look at
+        one element at a time, and on whole tensors only where nothing is sharded.
+    model_parameters
+        Parameters, or groups of them with an `lr`, `weight_decay` and so on of their own; by default all that require
+        gradients.
     training_data
         A map-style dataset; the third value returned is then a loader that gives each rank its own micro-batches.
+    weights
+        A local safetensors folder (`save_pretrained` wrote it). Each rank reads only the bytes of what it keeps, so
+        that a model built in `meta_init()` never lies whole on any host. Parameters that have values of their own and
+        are not in the folder, such as those of adapters, keep them.
     init
         For modules on the meta device: fills one full fp32 parameter, given `(name, tensor)`, equally on all ranks.
     seed
@@ -59,11 +77,14 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     resident
         Patterns of unit names that stage 3 keeps whole, since they are read outside their own forward or in a changing
         order.
+    lr_scheduler
+        A torch scheduler, or a function that makes one of an optimizer, instead of the config's `scheduler`. The engine
+        moves it, by applied steps only.
 
     Returns
     -------
     tuple
-        `(engine, optimizer, loader, scheduler)`; the scheduler is None where the config has no `scheduler`.
+        `(engine, optimizer, loader, scheduler)`; the scheduler is None where there is none.
 
     Raises
     ------
@@ -73,10 +94,32 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     if checked is None:
         checked = os.environ.get("ZPLAN_CHECK", "0") not in ("", "0")
     mesh = join(pretend_world=world)
-    _say_if_reserved_may_grow(mesh)
-    training = _training_config(config, model, mesh)
-    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
-    loader = None if training_data is None else _loader(training_data, engine, seed)
+    engine = None
+    try:
+        _say_if_reserved_may_grow(mesh)
+        training = _training_config(config, model, mesh)
+        if lr_scheduler is not None and training.schedule is not None:
+            raise ZplanError("both the config's `scheduler` and `lr_scheduler` are given", "drop one of the two")
+        engine = Engine(
+            model,
+            training,
+            mesh,
+            init=init,
+            seed=seed,
+            checked=checked,
+            units=units,
+            resident=resident,
+            optimizer=optimizer,
+            parameters=model_parameters,
+            weights=None if weights is None else WeightFolder(weights),
+        )
+        if lr_scheduler is not None:
+            engine.scheduler = TorchScheduler(lr_scheduler, engine.optimizer)
+        loader = None if training_data is None else _loader(training_data, engine, seed)
+    except BaseException:
+        # What is refused must not leave a group behind that the next call can't join.
+        (mesh if engine is None else engine).close()
+        raise
     return engine, engine.optimizer, loader, engine.scheduler
 
 
@@ -97,12 +140,15 @@ def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingCo
         config = os.environ.get("ZPLAN_PLAN")
         if config is None:
             raise ZplanError("`initialize` needs a config", "pass `config=`: a plan, a path, or a mapping")
-    if isinstance(config, Mapping):
-        return from_mapping(config, world_size=mesh.world_size)
     from zplan.planner.plan_file import Plan, load_config
 
     if isinstance(config, (str, Path)):
         config = load_config(Path(config))
+    if isinstance(config, Mapping):
+        training = from_mapping(config, world_size=mesh.world_size)
+        for note in training.notes if mesh.rank == 0 else ():
+            sys.stderr.write(f"zplan: {note}\n")
+        return training
     if isinstance(config, Plan):
         _check_plan(config, model, mesh)
         return config.training
@@ -110,6 +156,7 @@ def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingCo
 
 
 def _check_plan(plan: Any, model: nn.Module, mesh: Mesh) -> None:
+    refuse_unrunnable(plan.choice)
     if plan.training.world_size != mesh.world_size:
         raise ZplanError(
             f"the plan is for {plan.training.world_size} ranks, this job has {mesh.world_size}",

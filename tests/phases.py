@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -48,10 +49,16 @@ def unit_modules(model: Decoder) -> dict[str, nn.Module]:
     return {u.name: model.get_submodule(u.name) for u in decoder_units(model.arch)}
 
 
-def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # noqa: C901  (four small hooks)
-    """Hooks that enter the phases. A unit's gradients stay until the next unit's have landed, as in the runtime."""
+def mark_phases(  # noqa: C901  (four small hooks)
+    modules: dict[str, nn.Module], registry: Observer, *, keep: bool = True
+) -> None:
+    """Hooks that enter the phases.
+
+    With `keep` a unit's gradients stay until the next unit's have landed, as in the runtime; without, each is taken as
+    it comes.
+    """
     retained: list[Tensor] = []
-    summed: dict[nn.Parameter, Tensor] = {}
+    summed: dict[int, Tensor] = {}
 
     def recomputing() -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -74,11 +81,13 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
 
         def hook(param):
             missing[0] -= 1
+            if not keep:
+                param.grad = None
             if not missing[0]:
                 retained.clear()
                 registry.enter(f"reduce.{name}")
                 missing[0] = len(params)
-                retained.extend(summed.pop(p, p.grad) for p in params)
+                retained.extend(summed.pop(id(p), p.grad) for p in params if keep)
                 for p in params:
                     p.grad = None
                 if params[0] is first:
@@ -99,7 +108,7 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
         for p in params:
             p.register_post_accumulate_grad_hook(hook)
             if name == "head":
-                give_gradient_to(p, lambda grad, p=p: summed.update({p: grad}))
+                give_gradient_to(p, partial(summed.__setitem__, id(p)))
 
 
 class AllocatorMeter:

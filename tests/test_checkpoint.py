@@ -48,7 +48,7 @@ def go(engine: Engine, steps: int, arch: Any = UNEVEN) -> dict[str, Any]:
 
 
 def masters(engine: Engine) -> dict[str, Any]:
-    return {f"{u.name}.{s}": getattr(u, s).clone().numpy() for u in engine.units for s in ("exp_avg", "exp_avg_sq")}
+    return {f"{u.name}.{s}": u.states[s].clone().numpy() for u in engine.units for s in ("exp_avg", "exp_avg_sq")}
 
 
 def whole(engine: Engine) -> dict[str, Any]:
