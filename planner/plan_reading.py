@@ -188,7 +188,8 @@ def _read_other(
     config = {**plain(want_object("config", where, document["config"])), "zplan": own}
     training = from_mapping(config, world_size=choice.world_size, source=f"config of {where}")
     shared = {n: getattr(choice, n) for n in set(_names(Choice)) & set(_names(TrainingConfig))}
-    return replace(training, **shared, given=frozenset(), notes=()), choice
+    # As in a plan of zplan's own: a size to gather ahead was written, not asked for.
+    return replace(training, **shared, given=frozenset(), notes=(), prefetch_numel=None), choice
 
 
 def _read_decision(value: Any, where: str) -> Decision:
