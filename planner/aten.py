@@ -350,10 +350,12 @@ class Aten:
         a_shape, b_shape = a.shape, b.shape
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[1], times=2)
             second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0]))
             return [self.tape.new(a_shape, g[0].itemsize, "mm.input"), second]
 
         node = self.tape.node([a, b], backward, a, b)
+        self.tape.multiply(*a_shape, b_shape[1])
         out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "mm")
         self.tape.finish(node, out)
         return out
@@ -362,11 +364,13 @@ class Aten:
         a_shape, b_shape = a.shape, b.shape
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[1], times=2)
             first = self.tape.new(a_shape, g[0].itemsize, "mm.input")
             second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0]))
             return [g[0].alias(), first, second]
 
         node = self.tape.node([bias, a, b], backward, a, b)
+        self.tape.multiply(*a_shape, b_shape[1])
         out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "addmm")
         self.tape.finish(node, out)
         return out
@@ -382,10 +386,12 @@ class Aten:
         a_shape, b_shape = a.shape, b.shape
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[2], times=2)
             second = self.tape.new(b_shape, g[0].itemsize, "bmm")
             return [self.tape.new(a_shape, g[0].itemsize, "bmm"), second]
 
         node = self.tape.node([a, b], backward, a, b)
+        self.tape.multiply(*a_shape, b_shape[2])
         out = self.tape.new((*a.shape[:2], b.shape[2]), a.itemsize, "bmm")
         self.tape.finish(node, out)
         return out
@@ -464,12 +470,14 @@ class Aten:
         x_shape, w_shape = x.shape, w.shape
 
         def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*x_shape, w_shape[2], times=2)
             second = self.tape.new(
                 w_shape, g[0].itemsize, "mm.weight", strides=(w_shape[1] * w_shape[2], 1, w_shape[1])
             )
             return [self.tape.new(x_shape, g[0].itemsize, "mm.input"), second]
 
         node = self.tape.node([x, w], backward, x, w, offsets)
+        self.tape.multiply(*x_shape, w_shape[2])
         out = self.tape.new((x_shape[0], w_shape[2]), x.itemsize, "grouped_mm")
         self.tape.finish(node, out)
         return out
@@ -535,12 +543,14 @@ class Aten:
         """Whether fused attention takes fewer key than query heads as they are."""
         return self.table.attention[q.itemsize] != "efficient"
 
-    def sdpa(self, q: Value, k: Value, v: Value) -> Value:
-        """Fused causal attention of (B, H, T, D) over (B, G, T, D)."""
+    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
+        """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes."""
         kernel = self.table.attention[q.itemsize]
         (b, h, t, d), groups = q.shape, k.shape[1]
 
         def backward(g: Grads, s: Grads) -> Outs:
+            # Scores again, and gradients of scores, queries, keys and values.
+            self.tape.multiply(b, h, t, t, d, times=5, per=1 + causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":
                 grads: Outs = [self._row_major_heads(x.shape, x.itemsize, f"{n}.grad") for x, n in pairs]
@@ -559,6 +569,7 @@ class Aten:
             return grads
 
         node = self.tape.node([q, k, v], backward, q, k, v)
+        self.tape.multiply(b, h, t, t, d, times=2, per=1 + causal)
         if kernel == "efficient":
             out = self._row_major_heads(q.shape, q.itemsize, "attention output")
             lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")

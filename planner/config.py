@@ -20,9 +20,6 @@ Place = Literal["none", "cpu", "nvme"]
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
 
-REDUCE_ITEMSIZE = 4
-"""Gradients are reduced and accumulated in fp32."""
-
 
 @dataclass(frozen=True)
 class Offload:
@@ -33,6 +30,30 @@ class Offload:
     """Stage 3 only."""
     ratio: float = 1.0
     """Share of the elements that is offloaded, 0 to 1: the first units of the schedule up to that share."""
+
+    def told(self) -> str:
+        """In words: `none`, `cpu`, `cpu, parameters nvme`, `cpu for 0.5 of the elements`."""
+        share = "" if self.ratio == 1 else f" for {self.ratio:g} of the elements"
+        return f"{self.optimizer}{share}" + ("" if self.params == "none" else f", parameters {self.params}")
+
+
+@dataclass(frozen=True)
+class ZeroSizes:
+    """DeepSpeed's own sizes, by the names of its config and with its defaults (0.19); elements unless said otherwise.
+
+    zplan's runtime reads none of them.
+    """
+
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool = True
+    """Two buckets instead of one at stages 1 and 2. DeepSpeed's own default there is off; emitted configs say it."""
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    sub_group_size: int = 1_000_000_000
+    pin_memory: bool = True
+    """Of what is offloaded."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +113,8 @@ class Choice:
     context_parallel: int = 1
     hpz: int = 1
     """Ranks of a secondary parameter shard (ZeRO++ hpZ); 1 for none."""
+    zero: ZeroSizes = ZeroSizes()
+    """Of DeepSpeed, where that is the runtime."""
 
     @property
     def global_batch(self) -> int:
@@ -101,6 +124,11 @@ class Choice:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.precision]
+
+    @property
+    def reduce_itemsize(self) -> int:
+        """Bytes of one gradient element on the wire and in accumulation."""
+        return ITEMSIZE[self.reduce_dtype]
 
     @property
     def copies(self) -> bool:

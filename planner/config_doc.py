@@ -19,11 +19,13 @@ _FIELD = {
     "fp16": "fp16 compute with fp32 master weights and DeepSpeed's loss scale, dynamic or static",
     "zero_optimization": "see below",
     "gradient_clipping": "global L2 norm; 0 is off",
-    "optimizer": "`AdamW`, `Adam` (AdamW unless `adam_w_mode` is false), `SGD`, `Lion`, `Adagrad`; see below",
+    "optimizer": "`AdamW`, `Adam` (AdamW unless `adam_w_mode` is false), `SGD`, `Lion`, `Adagrad`; others "
+    "are counted, *estimate only*; see below",
     "scheduler": "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, moved by applied steps only",
     "steps_per_print": "steps between progress lines on rank 0; without the key there are none in a script",
     "wall_clock_breakdown": "times forward, backward, gathers, reduces, step and what compute waited for; told with "
     "`steps_per_print`",
+    "communication_data_type": "dtype of gradients between ranks: fp32; bf16 is estimate only",
     "zplan": f"zplan's own keys: {', '.join(f'`{name}`' for name in EXTRAS)}",
     "stage": "ZeRO stage, 0 to 3",
     "reduce_bucket_size": "largest piece of one reduce, in elements: it caps the ledger's `grads.slot` lines",
@@ -32,6 +34,10 @@ _FIELD = {
     "stage3_param_persistence_threshold": "blocks of fewer elements stay whole (`params.flat` lines): zplan gathers "
     "whole units, so the threshold is that of a unit",
     "stage3_max_live_parameters": "stage 3: the ring holds as many of the largest block as fit in, two at least",
+    "offload_optimizer": "`device` none, cpu or nvme, and `ratio`: counted, *estimate only*",
+    "offload_param": "stage 3, with the optimizer offloaded: `device` none, cpu or nvme; *estimate only*",
+    "device": "none, cpu or nvme",
+    "ratio": "share of the elements that is offloaded; `offload_optimizer` only",
     "lr": "learning rate",
     "betas": "decay of both moments",
     "eps": "added to the denominator",
@@ -63,6 +69,8 @@ def treatments() -> dict[Block, dict[str, str]]:
     top_inert = {k: f"nothing: {why}" for k, why in dskeys.TOP_INERT.items()}
     zero_inert = {k: f"nothing: {why}" for k, why in dskeys.ZERO_INERT.items()}
     zero_mapped = {k: f"taken as {str(v).lower()}: {why}" for k, (v, why) in dskeys.ZERO_MAPPED.items()}
+    offload_inert = {k: f"nothing: {v}" for k, v in dskeys.OFFLOAD_INERT.items()}
+    offload = _ordered(dskeys.OFFLOAD_HONOURED, offload_inert)
     params_inert = {k: f"nothing: {v}" for k, v in dskeys.OPTIMIZER_INERT.items()}
     return {
         (): _ordered(dskeys.TOP_HONOURED, {**_refused(dskeys.TOP_NEUTRAL), **top_inert, **top_mapped}),
@@ -71,6 +79,8 @@ def treatments() -> dict[Block, dict[str, str]]:
         ("zero_optimization",): _ordered(
             dskeys.ZERO_HONOURED, {**zero_mapped, **zero_inert, **_refused(dskeys.ZERO_NEUTRAL)}
         ),
+        ("zero_optimization", "offload_optimizer"): offload,
+        ("zero_optimization", "offload_param"): {k: v for k, v in offload.items() if k != "ratio"},
         ("optimizer", "params"): _ordered(
             dskeys.OPTIMIZER_HONOURED, {**_refused(dskeys.OPTIMIZER_NEUTRAL), **params_inert}
         ),

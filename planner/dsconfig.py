@@ -12,11 +12,23 @@ from typing import Any, Literal, get_args
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
-from zplan.planner.config import Attention, Checkpointing, Choice, Kernels, Precision, Reduce, Saving, Transport
+from zplan.planner.config import (
+    Attention,
+    Checkpointing,
+    Choice,
+    Kernels,
+    Offload,
+    Place,
+    Precision,
+    Reduce,
+    Saving,
+    Transport,
+)
 from zplan.planner.dsoptimizer import STARTS, explicit_optimizer, name_optimizer, optimizer_block, read_optimizer
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
+from zplan.planner.optimizers import kind_of
 from zplan.planner.reading import (
     check_keys,
     refuse_type,
@@ -27,6 +39,9 @@ from zplan.planner.reading import (
     want_one_of,
 )
 from zplan.planner.schedules import Schedule, read_schedule
+
+REDUCE_DTYPES = ("fp32", "bf16")
+"""dtypes in which gradients may be reduced."""
 
 Loss = Literal["plain", "fused"]
 """Kinds of cross-entropy that the built-in decoder has."""
@@ -68,6 +83,10 @@ class TrainingConfig:
     """Of fp16 training."""
     schedule: Schedule | None = None
     """Of the learning rate, in applied optimizer steps; None keeps it constant."""
+    reduce_dtype: Precision = "fp32"
+    """dtype in which gradients are reduced and accumulated."""
+    offload: Offload = Offload()
+    """What lies off the device between its uses."""
     steps_per_print: int = 10
     """Optimizer steps between progress lines, where the config asks for some."""
     breakdown: bool = False
@@ -173,6 +192,7 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     for key, (field, want) in values.items():
         if mapping.get(key) is not None:
             found[field] = want(key, where, mapping[key])
+    _reduce_dtype(mapping, where, found)
     blocks = {"bf16": _bf16, "fp16": _fp16, "zero_optimization": _zero, "optimizer": _optimizer, "zplan": _extras}
     for key, read in blocks.items():
         if mapping.get(key) is not None:
@@ -182,6 +202,12 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
         found["schedule"] = read_schedule(block, f"`scheduler` of {where}")
     _settle_precision(mapping, found, auto=any(path[-1] == "enabled" for path in became))
     return found, notes
+
+
+def _reduce_dtype(mapping: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:
+    name = "communication_data_type"
+    if mapping.get(name) is not None:
+        found["reduce_dtype"] = want_one_of(name, where, mapping[name], REDUCE_DTYPES)
 
 
 def _settle_precision(mapping: Mapping[str, Any], found: dict[str, Any], *, auto: bool) -> None:
@@ -257,9 +283,8 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         "optimizer": explicit_optimizer(config.optimizer, vars(config)),
         **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
-        "communication_data_type": "fp32",
-        # DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there.
-        "data_types": {"grad_accum_dtype": None if config.precision != "fp32" and config.stage == 0 else "fp32"},
+        "communication_data_type": config.reduce_dtype,
+        "data_types": {"grad_accum_dtype": _accumulation_dtype(config)},
         "prescale_gradients": False,
         "zero_allow_untested_optimizer": False,
         "zero_optimization": {
@@ -277,12 +302,37 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
             "stage3_prefetch_bucket_size": largest_block_numel if ahead is None else ahead,
             "stage3_param_persistence_threshold": config.persist_numel,
             "stage3_gather_16bit_weights_on_model_save": False,
-            "offload_optimizer": {"device": "none"},
-            "offload_param": {"device": "none"},
+            **_explicit_offload(config.offload),
         },
         "steps_per_print": config.steps_per_print,
         "wall_clock_breakdown": config.breakdown,
     }
+
+
+def _explicit_offload(offload: Offload) -> dict[str, Any]:
+    """Both blocks. Where NVMe is mounted is for whoever runs it to say."""
+    optimizer: dict[str, Any] = {"device": offload.optimizer}
+    if offload.ratio != 1:
+        optimizer["ratio"] = offload.ratio
+    return {"offload_optimizer": optimizer, "offload_param": {"device": offload.params}}
+
+
+def _accumulation_dtype(config: TrainingConfig) -> str | None:
+    """DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there."""
+    whole = config.precision != "fp32" and config.stage == 0
+    return None if whole or config.reduce_dtype != "fp32" else "fp32"
+
+
+def _explicit_optimizer(config: TrainingConfig) -> dict[str, Any]:
+    """The optimizer's block. What DeepSpeed has no name for is written under zplan's, which it will refuse by name."""
+    kind = kind_of(config.optimizer)
+    params: dict[str, Any] = {"lr": config.lr, "betas": list(config.betas), "eps": config.eps}
+    params["weight_decay"] = config.weight_decay
+    if kind.name == "sgd-momentum":
+        params["momentum"] = config.betas[0]
+    if kind.name == "adamw":
+        params["adam_w_mode"] = True
+    return {"type": kind.deepspeed or kind.name, "params": params}
 
 
 def _screen(
@@ -363,11 +413,40 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
     if "stage3_max_live_parameters" in block:
         name = "stage3_max_live_parameters"
         found["max_live"] = want_int(name, where, block[name], least=0)
-    notes = []
+    notes = [*_offload(block, where, found)]
     for key, (value, why) in dskeys.ZERO_MAPPED.items():
         if block.get(key) is not None and want_bool(key, where, block[key]) is not value:
             notes.append(f"`{key}` of {where} is taken as {str(value).lower()}: {why}")
     return (*notes, *_screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where))
+
+
+def _offload(block: Mapping[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """Both offload blocks, as one setting."""
+    notes: tuple[str, ...] = ()
+    places: dict[str, Any] = {}
+    ratio = 1.0
+    for key in ("offload_optimizer", "offload_param"):
+        if block.get(key) is None:
+            continue
+        inner = want_object(key, where, block[key])
+        there = f"`{key}` of {where}"
+        check_keys(inner, (*dskeys.OFFLOAD_HONOURED, *dskeys.OFFLOAD_INERT, "super_offload"), there)
+        if inner.get("super_offload"):
+            raise ZplanError(f"`super_offload` of {there} asks for something that is not built yet", "leave it out")
+        places[key] = want_one_of("device", there, inner.get("device") or "none", get_args(Place))
+        if "ratio" in inner and key == "offload_optimizer":
+            ratio = want_number("ratio", there, inner["ratio"])
+        if places[key] != "none":
+            notes += _screen(inner, {}, dskeys.OFFLOAD_INERT, there)
+    offload = Offload(places.get("offload_optimizer", "none"), places.get("offload_param", "none"), ratio)
+    if offload.params != "none" and offload.optimizer == "none":
+        raise ZplanError(
+            f"`offload_param` of {where} leaves the larger optimizer on the GPU",
+            f'add "offload_optimizer": {{"device": "{offload.params}"}}',
+        )
+    if places:
+        found["offload"] = offload if offload.optimizer != "none" else Offload()
+    return notes
 
 
 def _optimizer(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ block function, and a row in `BLOCKS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from zplan.planner import fused
@@ -161,9 +161,22 @@ class StepTape(ABC):
         """Call a unit between its phases."""
         self.tape.enter(f"forward.{name}")
         out = run(*inputs)
-        assert out.node is not None
-        out.node.on_gradient = f"backward.{name}"
+        self.starts(out, f"backward.{name}")
         return out
+
+    def starts(self, out: Value, phase: str) -> None:
+        """The arrival of a value's gradient begins a phase."""
+        if self.tape.gradients:
+            assert out.node is not None
+            out.node.on_gradient = phase
+
+    def evaluate(self, batch: int, seq: int, attention: Attention) -> None:
+        """A batch and its forward, on a tape without gradients."""
+        self.tape.enter("forward.embed")
+        ids = self.tape.new((batch, seq), INT64, "inputs")
+        labels = self.tape.new((batch, seq), INT64, "labels")
+        _loss = self.forward(ids, labels, "none", attention)
+        self.tape.close()
 
     @abstractmethod
     def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
@@ -184,12 +197,13 @@ class StepTape(ABC):
 class DecoderTape(StepTape):
     """`runtime/decoder.py`."""
 
+    blocks: Mapping[str, Callable[[Aten, Params, Architecture, Attention], Block]] = BLOCKS
+
     def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
         op, arch, p = self.op, self.arch, self.params
         t = ids.shape[1]
         x = op.embedding(p["embed.weight"], ids)
-        assert x.node is not None
-        x.node.on_gradient = "backward.embed"
+        self.starts(x, "backward.embed")
         tables: tuple[Value, ...] = ()
         if arch.family == "llama":
             tables = rotary_tables(op, arch, t, self.itemsize)
@@ -198,7 +212,7 @@ class DecoderTape(StepTape):
         for i in range(arch.layers):
             prefix = f"blocks.{i}."
             params = {k.removeprefix(prefix): v for k, v in p.items() if k.startswith(prefix)}
-            block = BLOCKS[arch.family](op, params, arch, attention)
+            block = self.blocks[arch.family](op, params, arch, attention)
             if checkpointing == "full":
                 x = self.unit(prefix[:-1], partial(self.tape.checkpoint, block), x, *tables)
             else:

@@ -45,8 +45,7 @@ class BertTape(StepTape):
 
     def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
         embedded = self.embed(ids)
-        assert embedded.node is not None
-        embedded.node.on_gradient = "backward.embed"
+        self.starts(embedded, "backward.embed")
         hidden = embedded
         for i in range(self.arch.layers):
             run = self.block(i, attention).run
@@ -101,7 +100,7 @@ class Block:
         return op.reshape(out, (*x.shape[:2], self.arch.heads * self.arch.head_dim)), weights
 
     def _fused(self, q: Value, k: Value, v: Value) -> Value:
-        return self.op.contiguous(self.op.transpose(self.op.sdpa(q, k, v), 1, 2))
+        return self.op.contiguous(self.op.transpose(self.op.sdpa(q, k, v, causal=False), 1, 2))
 
     def _eager(self, q: Value, k: Value, v: Value) -> tuple[Value, Value]:
         op = self.op

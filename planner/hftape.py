@@ -50,8 +50,7 @@ class ClassTape(StepTape):
         out = self.op.embedding(self.by_unit["embed"]["weight"], ids)
         # The factor is a buffer of the model.
         out = self.op.scale(out) if self.style.scaled else out
-        assert out.node is not None
-        out.node.on_gradient = "backward.embed"
+        self.starts(out, "backward.embed")
         return out
 
     def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:

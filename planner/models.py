@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 Family = Literal["llama", "gpt2"]
@@ -96,7 +97,7 @@ class ModelSpec:
     units: tuple[Unit, ...]
     arch: Architecture | None = None
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Unique parameters: a tied head is counted once."""
         return sum(u.numel for u in self.units)

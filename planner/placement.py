@@ -85,8 +85,21 @@ def shards_states(choice: Choice) -> bool:
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     """Placement of every unit that has parameters, in forward order."""
     # A search asks for many choices that differ only in what moves no parameter.
-    same = replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa")
-    return _place(spec, replace(same, cross_entropy="plain", kernels="torch"))
+    return _place(
+        spec,
+        replace(
+            choice,
+            micro_batch=1,
+            accumulation=1,
+            seq=1,
+            checkpointing="none",
+            attention="sdpa",
+            cross_entropy="plain",
+            kernels="torch",
+            checkpoint_every=1,
+            checkpoint_offload=False,
+        ),
+    )
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +111,9 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
     """As `place`, for units of any module; `tied` names units that other units read from."""
     layouts = _lay_out_all(units, choice)
     names = _size_classes(units, layouts)
-    rings = _rings(units, layouts, names, choice, tied) if choice.sharded else {}
+    # Parameters that lie off the device come through a ring, on one rank too.
+    fetched = choice.runtime == "zplan" and choice.stage == 3 and choice.offload.params != "none"
+    rings = _rings(units, layouts, names, choice, tied) if choice.sharded or fetched else {}
     numel: dict[str, int] = {}
     for u, lay in zip(units, layouts, strict=True):
         if u.name in rings:

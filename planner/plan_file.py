@@ -47,12 +47,20 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.hardware.mem_bytes
+        """Whether the upper end of the peak's interval does."""
+        return self.ledger.interval()[1] <= self.hardware.mem_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Of one GPU, overheads included."""
         return self.ledger.peak_bytes()
+
+    @property
+    def estimate_only(self) -> tuple[str, ...]:
+        """What `zplan run` refuses of it, and why; empty for a plan that it runs."""
+        from zplan.planner.runnable import limits
+
+        return tuple(limit.told() for limit in limits(self.choice, self.spec))
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -94,6 +102,7 @@ def _document(plan: Plan) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "zplan_version": plan.zplan_version,
         "asked": dict(plan.asked),
+        "estimate_only": list(plan.estimate_only),
         "chosen": [asdict(d) for d in plan.decisions],
         "model": {
             "name": plan.spec.name,

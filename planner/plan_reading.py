@@ -29,7 +29,7 @@ from zplan.planner.sources import build_spec
 from zplan.planner.verdict import Decision
 
 _TOP = (
-    *("schema_version", "zplan_version", "asked", "chosen", "model", "hardware", "config", "settings"),
+    *("schema_version", "zplan_version", "asked", "estimate_only", "chosen", "model", "hardware", "config", "settings"),
     *("zplan", "ledger", "notes"),
 )
 
@@ -65,6 +65,10 @@ def parse_plan(document: Mapping[str, Any], source: str) -> Plan:
         zplan_version=want_str("zplan_version", where, made_by),
     )
     _check_ledger(plan, document["ledger"], where)
+    if _strings("estimate_only", where, document["estimate_only"]) != plan.estimate_only:
+        raise ZplanError(
+            f"`estimate_only` of {where} is not what this zplan can't run of it", f"plan again: {plan.command()}"
+        )
     return plan
 
 
@@ -130,6 +134,7 @@ def _read_hardware(block: dict[str, Any], where: str) -> Hardware:
         mem_bytes=want_int("mem_bytes", where, block["mem_bytes"]),
         gpu=None if block["gpu"] is None else want_str("gpu", where, block["gpu"]),
         host_mem_bytes=_optional_int("host_mem_bytes", where, block["host_mem_bytes"]),
+        nvme_bytes=_optional_int("nvme_bytes", where, block["nvme_bytes"]),
         compute_capability=want_str("compute_capability", where, block["compute_capability"]),
         notes=_strings("notes", where, block["notes"]),
     )
@@ -191,6 +196,8 @@ def _read_line(block: dict[str, Any], where: str, num_phases: int) -> Line:
         tier=_one_of("tier", where, block["tier"], Tier),
         source=_one_of("source", where, block["source"], Source),
         note=want_str("note", where, block["note"]),
+        low=None if block["low"] is None else want_int("low", where, block["low"], least=0),
+        high=None if block["high"] is None else want_int("high", where, block["high"], least=0),
     )
 
 

@@ -21,7 +21,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from zplan.planner.layout import ceil_to
 from zplan.planner.strides import dense_like, is_dense, row_major
@@ -36,6 +36,27 @@ whose logits exist at once."""
 WIDTH = len(BASIS) + 6
 
 PARAMETER_GRADIENT = "parameter gradient"
+
+Retention = Literal["next", "unit", "none"]
+"""How long a runtime holds a unit's whole gradients: zplan until the next unit's have landed; until the unit's backward
+is over; not at all, since each is taken as it comes."""
+
+OF_PRODUCTS = frozenset(
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "grouped_mm",
+        "mm.input",
+        "mm.weight",
+        "attention output",
+        "logsumexp",
+        "q.grad",
+        "k.grad",
+        "v.grad",
+    )
+)
+"""Labels of what matrix products and attention kernels write."""
 
 Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
@@ -114,14 +135,13 @@ Backward = Callable[[Any, list["Value"]], Gradients]
 """`(gradients of the outputs, saved values) -> gradients of the inputs`. Closures hold shapes only, never values."""
 
 
-@dataclass(frozen=True)
 class Edge:
     """Where an input's gradient goes, and the shape and itemsize that it must arrive in."""
 
-    node: Node
-    output_nr: int
-    shape: tuple[int, ...]
-    itemsize: int
+    __slots__ = ("itemsize", "node", "output_nr", "shape")
+
+    def __init__(self, node: Node, output_nr: int, shape: tuple[int, ...], itemsize: int) -> None:
+        self.node, self.output_nr, self.shape, self.itemsize = node, output_nr, shape, itemsize
 
 
 class Node:
@@ -152,6 +172,7 @@ class UnitGradients:
 
     name: str
     missing: int = 0
+    landed: int = 0
     arrived: list[Value] = field(default_factory=list)
 
 
@@ -185,6 +206,8 @@ class Tape:
 
     Attributes
     ----------
+    retention, held
+        How long whole gradients are held, and units whose gradients are held to the end of backward.
     phases
         Names in the order entered.
     levels
@@ -192,18 +215,31 @@ class Tape:
         enough: between two of them the level only grows.
     storages
         Every storage that ever was.
+    gradients
+        Off for a forward under `torch.no_grad`: no op has a node then, and nothing is saved.
     """
 
-    def __init__(self, *, in_place_accumulation: bool) -> None:
+    def __init__(
+        self,
+        *,
+        in_place_accumulation: bool,
+        gradients: bool = True,
+        retention: Retention = "next",
+        held: frozenset[str] = frozenset(),
+    ) -> None:
+        self.gradients, self.retention, self.held = gradients, retention, held
         self.phases: list[str] = ["idle"]
         self.levels: list[set[Level]] = [{(0,) * (2 * WIDTH)}]
         self.storages: list[Storage] = []
+        self.flops: list[list[int]] = [[0] * len(BASIS)]
+        self.written: list[list[int]] = [[0] * len(BASIS)]
         self.in_place_accumulation = in_place_accumulation
         self._live = [0] * (2 * WIDTH)
         self._grew = False
         self._seq = 0
         self._frame: Frame | None = None
         self._retained: list[Value] = []
+        self._held: list[Value] = []
 
     # Storages
 
@@ -211,13 +247,24 @@ class Tape:
         """A value with a fresh storage."""
         shape = tuple(shape)
         at, coefficient = _split(math.prod(shape) * itemsize)
+        if label not in OF_PRODUCTS:
+            self.written[-1][at] += coefficient
         return self._value(shape, itemsize, strides or row_major(shape), self._allocate(at, coefficient, label))
+
+    def multiply(self, *extents: int, times: int = 1, per: int = 1) -> None:
+        """Count matrix products of these extents, once their node is there: two operations for each combination.
+
+        `per` divides: a causal attention kernel leaves half of its products out.
+        """
+        at, count = _split(math.prod(extents))
+        self.flops[-1][at] += 2 * times * count // per
 
     def parameter(self, shape: Sequence[int], itemsize: int, unit: UnitGradients) -> Value:
         """A leaf whose bytes are not activations."""
         value = self._value(tuple(shape), itemsize, row_major(shape), Storage(0, 0, "parameter", 0))
-        value.node = Accumulate(unit)
-        unit.missing += 1
+        if self.gradients:
+            value.node = Accumulate(unit)
+            unit.missing += 1
         return value
 
     def buffer(self, shape: Sequence[int], itemsize: int) -> Value:
@@ -262,9 +309,13 @@ class Tape:
 
     def enter(self, phase: str) -> None:
         """Start a phase; its first moment is the level it starts from."""
+        if self.retention == "unit" and phase.startswith("backward."):
+            self._retained.clear()
         self._note()
         self.phases.append(phase)
         self.levels.append(set())
+        self.flops.append([0] * len(BASIS))
+        self.written.append([0] * len(BASIS))
         self._note()
 
     # The graph
@@ -360,6 +411,7 @@ class Tape:
                     pushed += 1
                     heapq.heappush(ready, (-edge.node.seq, pushed, edge.node))
         self._retained.clear()
+        self._held.clear()
 
     def _call(self, node: Node, gradients: Gradients) -> Gradients:
         outputs = node.backward(gradients, [self._unpack(s) for s in node.saved])
@@ -396,9 +448,12 @@ class Tape:
         unit, gradient = node.unit, gradients[0]
         assert gradient is not None and gradient.storage.refs == 1, "a shared gradient would be copied"
         gradient.storage.label = PARAMETER_GRADIENT
-        unit.arrived.append(gradient.alias())
-        if len(unit.arrived) == unit.missing:
-            # The runtime holds a unit's gradients until the next unit's have landed.
+        unit.landed += 1
+        if unit.name in self.held:
+            self._held.append(gradient.alias())
+        elif self.retention != "none":
+            unit.arrived.append(gradient.alias())
+        if unit.landed == unit.missing:
             self._retained.clear()
             self.enter(f"reduce.{unit.name}")
             self._retained, unit.arrived = unit.arrived, []

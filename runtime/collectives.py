@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zplan.planner.buffers import handshake_numel
 from zplan.planner.errors import ZplanError
+from zplan.planner.saving import CHECKSUM_NUMEL
 from zplan.runtime.arena import Arena
 from zplan.runtime.mesh import Mesh
 from zplan.runtime.symmetric import Shared
@@ -227,6 +228,9 @@ def _is_fake() -> bool:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Order-independent sum of a tensor's bits, to compare replicas."""
+    """Order-independent sum of a tensor's bits, to compare replicas. Torch sums a copy in 64 bits, so part by part."""
     raw = tensor.detach().contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-    return int(raw.sum(dtype=torch.int64).item())
+    total = raw.new_zeros((), dtype=torch.int64)
+    for part in raw.reshape(-1).split(CHECKSUM_NUMEL):
+        total += part.sum(dtype=torch.int64)
+    return int(total.item())

@@ -21,6 +21,7 @@ from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.fused import check_compiled
 from zplan.planner.placement import place_units, shards_states
+from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.arena import Arena
 from zplan.runtime.breakdown import Breakdown, telling_of
 from zplan.runtime.checkpoint import Checkpoints, Resume
@@ -512,8 +513,11 @@ def _transport(training: TrainingConfig, mesh: Mesh) -> Transport:
 
 
 def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
-    """The planner's `Choice` for what this process will allocate. `seq` stands for what the config says, else 0."""
-    return Choice(
+    """The planner's `Choice` for what this process will allocate; refused where a key of it can't be run.
+
+    `seq` stands for what the config says, else 0.
+    """
+    choice = Choice(
         stage=training.stage,
         world_size=mesh.world_size,
         micro_batch=training.micro_batch,
@@ -533,4 +537,8 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),
         saving=training.saving,
         optimizer=training.optimizer,
+        reduce_dtype=training.reduce_dtype,
+        offload=training.offload,
     )
+    refuse_unrunnable(choice)
+    return choice

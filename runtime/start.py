@@ -14,6 +14,7 @@ import numpy as np
 from zplan.planner.errors import ZplanError
 from zplan.planner.plan_file import Plan, load_plan
 from zplan.planner.predict import predict
+from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime import preflight
 from zplan.runtime.data import Corpus, check_enough, find_files, prepare
 from zplan.runtime.job import Job
@@ -125,6 +126,7 @@ def look(path: Path, *, world: int | None = None) -> tuple[Plan, int]:
     """The plan, and how many GPUs its ranks will use here (0 for CPU ranks); refused when it can't run here and now."""
     preflight.require_torch()
     plan = load_plan(path)
+    refuse_unrunnable(plan.choice, plan.spec)
     gpus = 0 if plan.choice.device == "cpu" else preflight.num_gpus()
     ranks = plan.choice.world_size if world is None else 1
     if gpus and world is None:
