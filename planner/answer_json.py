@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
 from zplan.planner.ledger import Kind, Ledger, Line, Tier
-from zplan.planner.models import architecture_values
+from zplan.planner.models import adapter_values, architecture_values
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK, runtime_rate
 from zplan.planner.writing import render
@@ -40,7 +40,9 @@ def estimate_json(e: Estimate) -> str:
             "source": e.model.source,
             "assumed": e.model.assumed,
             "num_params": e.model.num_params,
-            "shape_num_params": e.model.spec.num_params,
+            "shape_num_params": e.model.shape_params,
+            "trained_num_params": e.model.reckoned_params,
+            "adapters": adapter_values(e.model.spec.adapters),
             "architecture": architecture_values(arch),
             "num_active_params": e.model.spec.num_active,
             "estimate_only": not arch.runnable,
@@ -50,11 +52,9 @@ def estimate_json(e: Estimate) -> str:
             {"stage": s, "states_bytes": n, "formula": r.formula(), "sent_bytes": t}
             for s, (n, r, t) in enumerate(zip(e.textbook(), TEXTBOOK, e.textbook_traffic(), strict=True))
         ],
-        "stages": [
-            {**row_json(r), "gather_bytes": t.gather_bytes, "reduce_bytes": t.reduce_bytes}
-            for r, t in zip(e.rows, e.traffic, strict=True)
-        ],
+        "stages": [{**row_json(r), **asdict(t)} for r, t in zip(e.rows, e.traffic, strict=True)],
         "times": _times(e),
+        "untimed": e.untimed,
         "one_gpu": row_json(e.single),
         "longest_seq": e.longest_seq,
         "remedies": [asdict(r) for r in e.remedies],

@@ -42,7 +42,8 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
 
     Stage 0 all-reduces whole fp32 gradients at the last micro-step; stage 1 reduces them to shards there, stages 2 and
     3 at every micro-step: in the compute dtype by an exchange, in fp32 by a reduce-scatter. Stages 1 and 2 gather every
-    unit once, after the step. At stage 3 so do resident units; the others are gathered as `ring_gathers` says.
+    unit once, after the step. At stage 3 so do resident units; the others are gathered as `ring_gathers` says. Frozen
+    units have no gradients, and where they are resident they never change.
     """
     n, k = choice.world_size, choice.accumulation
     if placements is None:
@@ -53,10 +54,11 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     beside = _beside(spec, choice, placements, sum(rings.values()))
     if n == 1:
         return replace(beside, gather_bytes=0, reduce_bytes=0)
-    sent = sum(p.layout.padded_numel for p in placements) // n * (n - 1)
+    trained = [p for p in placements if not p.frozen]
+    sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1)
     if not shards_states(choice):
         return replace(beside, reduce_bytes=2 * sent * choice.reduce_itemsize)
-    gathered = sum(p.layout.padded_numel for p in placements if not p.ringed) + sum(rings.values())
+    gathered = sum(p.layout.padded_numel for p in trained if not p.ringed) + sum(rings.values())
     reduces = 1 if choice.stage == 1 else k
     exchanges = choice.reduce == "exchange" and uses_reduce_slots(choice)
     itemsize = choice.itemsize if exchanges else choice.reduce_itemsize
@@ -86,8 +88,9 @@ def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], ri
 
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
-    total = sum(p.layout.padded_numel for p in placements)
-    block = sum(p.layout.padded_numel for p in placements if p.ringed and p.unit.kind == "block") / arch.layers
+    trained = [p for p in placements if not p.frozen]
+    total = sum(p.layout.padded_numel for p in trained)
+    block = sum(p.layout.padded_numel for p in trained if p.ringed and p.unit.kind == "block") / arch.layers
     off = offload_work(choice, total, block, layers=arch.layers, hidden=arch.hidden)
     inputs = choice.accumulation * off.layers * off.input_bytes
     fetched = 0 if choice.offload.params == "none" else ring_numel // choice.world_size * choice.itemsize

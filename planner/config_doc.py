@@ -69,8 +69,6 @@ def treatments() -> dict[Block, dict[str, str]]:
     top_inert = {k: f"nothing: {why}" for k, why in dskeys.TOP_INERT.items()}
     zero_inert = {k: f"nothing: {why}" for k, why in dskeys.ZERO_INERT.items()}
     zero_mapped = {k: f"taken as {str(v).lower()}: {why}" for k, (v, why) in dskeys.ZERO_MAPPED.items()}
-    offload_inert = {k: f"nothing: {v}" for k, v in dskeys.OFFLOAD_INERT.items()}
-    offload = _ordered(dskeys.OFFLOAD_HONOURED, offload_inert)
     params_inert = {k: f"nothing: {v}" for k, v in dskeys.OPTIMIZER_INERT.items()}
     return {
         (): _ordered(dskeys.TOP_HONOURED, {**_refused(dskeys.TOP_NEUTRAL), **top_inert, **top_mapped}),
@@ -79,8 +77,9 @@ def treatments() -> dict[Block, dict[str, str]]:
         ("zero_optimization",): _ordered(
             dskeys.ZERO_HONOURED, {**zero_mapped, **zero_inert, **_refused(dskeys.ZERO_NEUTRAL)}
         ),
-        ("zero_optimization", "offload_optimizer"): offload,
-        ("zero_optimization", "offload_param"): {k: v for k, v in offload.items() if k != "ratio"},
+        ("zero_optimization", "offload_optimizer"): _ordered(
+            dskeys.OFFLOAD_HONOURED, {k: f"nothing: {v}" for k, v in dskeys.OFFLOAD_INERT.items()}
+        ),
         ("optimizer", "params"): _ordered(
             dskeys.OPTIMIZER_HONOURED, {**_refused(dskeys.OPTIMIZER_NEUTRAL), **params_inert}
         ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
@@ -16,6 +16,7 @@ from zplan.planner.config import (
     Attention,
     Checkpointing,
     Choice,
+    CrossEntropy,
     Kernels,
     Offload,
     Place,
@@ -28,7 +29,6 @@ from zplan.planner.dsoptimizer import STARTS, explicit_optimizer, name_optimizer
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
-from zplan.planner.optimizers import kind_of
 from zplan.planner.reading import (
     check_keys,
     refuse_type,
@@ -42,9 +42,6 @@ from zplan.planner.schedules import Schedule, read_schedule
 
 REDUCE_DTYPES = ("fp32", "bf16")
 """dtypes in which gradients may be reduced."""
-
-Loss = Literal["plain", "fused"]
-"""Kinds of cross-entropy that the built-in decoder has."""
 
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
@@ -102,6 +99,12 @@ class TrainingConfig:
     max_live: int | None = None
     """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
+    checkpoint_every: int = 1
+    """Blocks in one checkpointed segment."""
+    checkpoint_offload: bool = False
+    """Inputs of checkpointed segments wait in host memory."""
+    padded: bool = False
+    """Sequences are padded to `seq`, and attention takes a mask."""
     attention: Attention = "sdpa"
     compile: bool = False
     """Each block's `forward` goes through `torch.compile`."""
@@ -109,7 +112,7 @@ class TrainingConfig:
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
     """None: copies where every GPU of the one host can read the others' memory, collectives elsewhere."""
-    cross_entropy: Loss = "plain"
+    cross_entropy: CrossEntropy = "plain"
     """`fused`: the built-in decoder's head and loss in one, without whole logits."""
     kernels: Kernels = "torch"
     """`fused`: norms, gates and rotary embeddings of the built-in decoder by zplan's own kernels."""
@@ -143,19 +146,10 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
     return max(2, min(max_live // max(blocks, default=1), len(blocks)))
 
 
-_EXTRA_INTS = ("ring_slots", "seq")
-EXTRAS = (
-    *_EXTRA_INTS,
-    "checkpointing",
-    "attention",
-    "cross_entropy",
-    "kernels",
-    "compile",
-    "reduce",
-    "transport",
-    "saving",
-    "optimizer",
-)
+_EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
+_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
+_EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
+EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -323,18 +317,6 @@ def _accumulation_dtype(config: TrainingConfig) -> str | None:
     return None if whole or config.reduce_dtype != "fp32" else "fp32"
 
 
-def _explicit_optimizer(config: TrainingConfig) -> dict[str, Any]:
-    """The optimizer's block. What DeepSpeed has no name for is written under zplan's, which it will refuse by name."""
-    kind = kind_of(config.optimizer)
-    params: dict[str, Any] = {"lr": config.lr, "betas": list(config.betas), "eps": config.eps}
-    params["weight_decay"] = config.weight_decay
-    if kind.name == "sgd-momentum":
-        params["momentum"] = config.betas[0]
-    if kind.name == "adamw":
-        params["adam_w_mode"] = True
-    return {"type": kind.deepspeed or kind.name, "params": params}
-
-
 def _screen(
     block: Mapping[str, Any], neutral: Mapping[str, dskeys.Neutral], inert: Mapping[str, str], where: str
 ) -> tuple[str, ...]:
@@ -463,17 +445,18 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     words = {
         "checkpointing": Checkpointing,
         "attention": Attention,
-        "cross_entropy": Loss,
+        "cross_entropy": CrossEntropy,
         "kernels": Kernels,
         "reduce": Reduce,
         "transport": Transport,
         "saving": Saving,
     }
-    if "compile" in block:
-        found["compile"] = want_bool("compile", where, block["compile"])
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))
+    for name in _EXTRA_FLAGS:
+        if name in block:
+            found[name] = want_bool(name, where, block[name])
     if "optimizer" in block:
         name_optimizer(block["optimizer"], where, found)
     return ()

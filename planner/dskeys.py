@@ -72,8 +72,8 @@ TOP_HONOURED = (
     "optimizer",
     "scheduler",
     "steps_per_print",
-    "wall_clock_breakdown",
     "communication_data_type",
+    "wall_clock_breakdown",
     "zplan",
 )
 
@@ -132,6 +132,16 @@ BF16_NEUTRAL: dict[str, Neutral] = {
     "bf16_optimizer_states": false,
 }
 
+OFFLOAD_HONOURED = ("device", "ratio")
+_IO = "it tunes DeepSpeed's own transfers"
+OFFLOAD_INERT: dict[str, str] = {
+    "nvme_path": "bytes are counted, not placed",
+    "pin_memory": "zplan pins what is offloaded to the host, at its exact size",
+    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"), _IO),
+    "cpuadam_cores_perc": _IO,
+}
+"""Of both offload blocks; `ratio` is the optimizer's."""
+
 ZERO_COUNTS = {
     "stage3_prefetch_bucket_size": "prefetch_numel",
     "stage3_param_persistence_threshold": "persist_numel",
@@ -142,16 +152,6 @@ ZERO_HONOURED = (
     *("stage", "reduce_bucket_size", "stage3_max_live_parameters", "overlap_comm", *ZERO_COUNTS),
     *("offload_optimizer", "offload_param"),
 )
-
-OFFLOAD_HONOURED = ("device", "ratio")
-_IO = "it tunes DeepSpeed's own transfers"
-OFFLOAD_INERT: dict[str, str] = {
-    "nvme_path": "bytes are counted, not placed",
-    "pin_memory": "zplan pins what is offloaded to the host, at its exact size",
-    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"), _IO),
-    "cpuadam_cores_perc": _IO,
-}
-"""Of both offload blocks; `ratio` is the optimizer's."""
 
 ZERO_NEUTRAL: dict[str, Neutral] = {
     "cpu_offload": false,

@@ -85,33 +85,37 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of the flat units: before the blocks, of one block, after them; padding included."""
+    """The flat units before the blocks, of one block, and after them; padding included."""
 
-    front: int
-    block: float
-    end: int
+    trained: tuple[float, float, float]
+    """Elements that are reduced and updated."""
+    gathered: tuple[float, float, float]
+    """Bytes of a whole gather: of what is trained; of a ring's blocks, what is frozen too."""
     layers: int
     ringed: bool
     """Whether the blocks are gathered into a ring."""
 
     @property
     def total(self) -> float:
-        return self.front + self.block * self.layers + self.end
+        """Trained elements of the whole model."""
+        front, block, end = self.trained
+        return front + block * self.layers + end
 
 
 def unit_sizes(spec: ModelSpec, choice: Choice, layers: int) -> Sizes:
     """Sizes of a model of so many blocks, from a model with fewer that are like them."""
-    front = blocks = end = count = 0
-    ringed = False
+    trained, gathered = [0.0] * 3, [0.0] * 3
+    ringed = blocks_met = False
+    assert spec.arch is not None, f"{spec.name} has no known shape"
     for p in place(spec, choice):
-        numel = p.layout.padded_numel
-        if p.unit.kind == "block":
-            blocks, count, ringed = blocks + numel, count + 1, ringed or p.ringed
-        elif not count:
-            front += numel
-        else:
-            end += numel
-    return Sizes(front, blocks / max(1, count), end, layers, ringed)
+        block = p.unit.kind == "block"
+        part, of = (1, spec.arch.layers) if block else (2, 1) if blocks_met else (0, 1)
+        blocks_met, ringed = blocks_met or block, ringed or p.ringed
+        if not p.frozen:
+            trained[part] += p.layout.padded_numel / of
+        if p.ringed or not p.frozen:
+            gathered[part] += p.buffer_bytes(choice) / of
+    return Sizes((trained[0], trained[1], trained[2]), (gathered[0], gathered[1], gathered[2]), layers, ringed)
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ def step_time(arch: Architecture, choice: Choice, sizes: Sizes, link: Wire, at: 
         again = passes.backward(layers) - plain.backward(layers)
     k = choice.accumulation
     compute = k * (passes.forward(layers) + passes.backward(layers))
-    off = offload_work(choice, sizes.total, sizes.block, layers=layers, hidden=arch.hidden)
+    off = offload_work(choice, sizes.total, sizes.trained[1], layers=layers, hidden=arch.hidden)
     gathers, reduces, carried = _exposed(choice, sizes, passes, link, off.seconds_a_gather(at))
     owned = sizes.total / (choice.world_size if shards_states(choice) else 1) * (1 - off.share)
     late, bound = _offload(off, passes, choice, link, at)
@@ -266,13 +270,13 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     if c.world_size == 1:
         return 0.0, 0.0, 0.0
     n, k, layers = c.world_size, c.accumulation, sizes.layers
-    parts = (sizes.front, sizes.block, sizes.end)
-    gather = [link.seconds(numel * c.itemsize) for numel in parts]
+    gather = [link.seconds(nbytes) for nbytes in sizes.gathered]
     gather[1] = max(gather[1], fetch)
     once = 1 if c.stage else 2  # An all-reduce is a reduce-scatter and a gather.
-    pieces = [max(1, -(-int(numel) // max(c.piece_numel, 64 * n))) for numel in parts]
+    pieces = [max(1, -(-int(numel) // max(c.piece_numel, 64 * n))) for numel in sizes.trained]
     reduce = [
-        once * link.seconds(numel * c.reduce_itemsize, calls=calls) for numel, calls in zip(parts, pieces, strict=True)
+        once * link.seconds(numel * c.reduce_itemsize, calls=calls)
+        for numel, calls in zip(sizes.trained, pieces, strict=True)
     ]
     kept = c.ring_slots if sizes.ringed else layers
     first = _forward(p, layers, gather if c.stage else (0.0, 0.0, 0.0))

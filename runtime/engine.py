@@ -23,7 +23,7 @@ from zplan.planner.fused import check_compiled
 from zplan.planner.placement import place_units, shards_states
 from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.arena import Arena
-from zplan.runtime.breakdown import Breakdown, telling_of
+from zplan.runtime.breakdown import breakdown_of, telling_of
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.compiled import compile_forwards
@@ -33,7 +33,9 @@ from zplan.runtime.groups import Asked, Parameters, read_optimizer
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh
+from zplan.runtime.nonfinite import NonFinite, first_nonfinite
 from zplan.runtime.optimizer import ShardedOptimizer
+from zplan.runtime.penalty import Penalty
 from zplan.runtime.precision import LossScaler, suspects_of
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.schedule import Scheduler, TorchScheduler, scheduler_of
@@ -129,6 +131,7 @@ class Engine(nn.Module):
             load_weights(self, weights)
         self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
         self.reducer.landed = self.optimizer.landed
+        self._penalty = Penalty(self.optimizer, self.collectives)
         self.reducer.suspects = suspects_of(self.optimizer.scaler)
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
         """`initialize` puts a torch scheduler here."""
@@ -139,9 +142,7 @@ class Engine(nn.Module):
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.hooks.ahead = training.prefetch_numel if training.overlap else 0
         self.on_phase = LISTENERS[-1] if LISTENERS else None
-        self.breakdown = Breakdown(mesh.device) if training.breakdown else None
-        if self.breakdown is not None:
-            self.collectives.watch = self.streams.watch = self.breakdown.span
+        self.breakdown = breakdown_of(training, self.collectives, self.streams)
         self.telling = telling_of(self, training)
         self.global_steps = 0
         self.global_samples = 0
@@ -166,6 +167,13 @@ class Engine(nn.Module):
     @property
     def grad_norm(self) -> Tensor:
         return self.optimizer.norm
+
+    def first_nonfinite(self) -> NonFinite | None:
+        """Where this rank's gradients of the last step were first not finite, or None. Waits for the device.
+
+        Every rank answers for its own slices: where one says None another may know.
+        """
+        return first_nonfinite(self.optimizer)
 
     @property
     def on_phase(self) -> Callable[[str], None] | None:
@@ -292,6 +300,7 @@ class Engine(nn.Module):
         suspects.looking = scaler.near_end()
 
     def _update(self) -> None:
+        self._penalty.apply()
         self.optimizer.measure(self.collectives)
         # What the next forward needs first is updated first, and gathered while the rest is updated.
         first, rest = self.hooks.split_schedule(FIRST_UNITS)
@@ -301,6 +310,21 @@ class Engine(nn.Module):
             for unit in first if units is first and self.hooks.ahead != 0 else ():
                 self.gatherer.prefetch(unit)
         self.hooks.open_early()
+
+    def penalty(self, *, l1: float = 0.0, l2: float = 0.0) -> Tensor:
+        """Add `l1 * sum(|p|) + l2 * sum(p**2)` over all trained parameters to the loss of the coming step.
+
+        The way to such a term at stage 3, where parameters are not whole outside their units. Call it once in a step,
+        between its first forward and `step`, on every rank; it counts once, whatever the accumulation. Its gradient is
+        in norm and clipping. Costs a pass over weights and gradients.
+
+        Returns
+        -------
+        Tensor
+            Its value, 0-dim fp32 on the device, without a graph: for logs.
+        """
+        self._alive()
+        return self._penalty.add(l1, l2)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -319,6 +343,7 @@ class Engine(nn.Module):
                 f"`clip_grad_norm_` after {self.reducer.micro_step} of {self.choice.accumulation} micro-steps",
                 "call it right before the step that is applied (`engine.is_gradient_accumulation_boundary()`)",
             )
+        self._penalty.apply()
         self.optimizer.measure(self.collectives, clip=max_norm)
         return self.grad_norm
 
@@ -326,6 +351,7 @@ class Engine(nn.Module):
         """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it."""
         self.sentinels.hide()
         self.hooks.reset_backward()
+        self._penalty.forget()
         self.optimizer.finish()
         self.reducer.abandon()
         for unit in self.units:
@@ -464,6 +490,12 @@ class Engine(nn.Module):
         from zplan.runtime.hf_export import export_engine
 
         self._alive()
+        quantized = next((u.name for u in self.units if u.placement.unit.constant_bytes), None)
+        if quantized is not None:
+            raise ZplanError(
+                f"`{quantized}` is quantized, and a 16-bit folder can't hold it",
+                "save what was trained: `with zplan.summon(model): model.save_pretrained(folder)` writes adapters",
+            )
         self.checkpoints.between_steps("export")
         export_engine(self, Path(save_dir))
         return Path(save_dir)
@@ -525,6 +557,9 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         seq=training.seq or 0,
         precision=training.precision,
         checkpointing=training.checkpointing,
+        checkpoint_every=training.checkpoint_every,
+        checkpoint_offload=training.checkpoint_offload,
+        padded=training.padded,
         attention=training.attention,
         cross_entropy=training.cross_entropy,
         kernels=training.kernels,

@@ -173,7 +173,7 @@ class Hooks:
                     f"parameter `{param}` is used outside the forward of its unit `{unit.name}`, "
                     "where stage 3 has not gathered it",
                     f'pass `resident=["{unit.name}"]` (or a pattern such as `layers.*`) to `zplan.initialize`; '
-                    "for an L2 term use `weight_decay`",
+                    "for an L1 or L2 term call `engine.penalty(l1=..., l2=...)`",
                 )
         self.early = self.deferred = set(outside.values())
         self.order_reduces()

@@ -35,6 +35,8 @@ def decoder(layers, hidden, heads, ffn, vocab, kv_heads=None):
 
 SHAPES = {"1.3b": decoder(24, 2048, 16, 5504, 32000), "7b": decoder(32, 4096, 32, 11008, 32000)}
 TINY = decoder(5, 64, 4, 160, 256, kv_heads=2)
+FROZEN = replace(TINY, units=tuple(replace(u, frozen=u.kind == "block") for u in TINY.units))
+"""Trained outside of its blocks only."""
 
 
 def timed(spec, choice, *, gpu=H200, nodes=1, **said):
@@ -102,15 +104,37 @@ def test_queues_by_simulation(runs):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 3), st.integers(2, 16), st.integers(1, 4), st.sampled_from(["none", "full"]))
-def test_all_transfers_are_the_traffic_that_is_counted(stage, n, k, checkpointing):
+@given(st.integers(0, 3), st.integers(2, 16), st.integers(1, 4), st.sampled_from(["none", "full"]), st.booleans())
+def test_all_transfers_are_the_traffic_that_is_counted(stage, n, k, checkpointing, frozen):
     """Without latency, seconds of transfers, hidden and exposed, are bytes over the rate of the links."""
     choice = Choice(stage, n, accumulation=k, seq=64, checkpointing=checkpointing)
     hardware = Hardware(n, 1, GIB, H200)
     at = replace(speeds(hardware, "bf16"), call=0.0, hop=0.0)
-    time = timed(TINY, choice, at=at)
+    spec = FROZEN if frozen else TINY
+    time = timed(spec, choice, at=at)
     moved = time.hidden + time.gathers + time.reduces
-    assert moved == pytest.approx(traffic(TINY, choice).total_bytes / at.intra, rel=1e-6)
+    assert moved == pytest.approx(traffic(spec, choice).total_bytes / at.intra, rel=1e-6)
+
+
+def test_what_is_frozen_is_neither_reduced_nor_updated():
+    n = 4
+    trained = sum(u.numel for u in FROZEN.units if not u.frozen)
+    moved = traffic(FROZEN, Choice(2, n, accumulation=3))
+    assert moved.gather_bytes == pytest.approx(2 * trained * (n - 1) / n, rel=0.05)
+    assert moved.reduce_bytes == pytest.approx(3 * 4 * trained * (n - 1) / n, rel=0.05)
+    # A frozen ring is gathered like any other: 5 blocks up, 3 down.
+    ring = traffic(FROZEN, Choice(3, n)).gather_bytes - traffic(FROZEN, Choice(1, n)).gather_bytes
+    assert ring == 8 * 2 * traffic_share(FROZEN, n)
+    times = [timed(spec, Choice(2, n)) for spec in (TINY, FROZEN)]
+    assert times[1].optimizer < times[0].optimizer and times[1].reduces <= times[0].reduces
+
+
+def traffic_share(spec, n):
+    """What a rank sends of one block's padded elements."""
+    from zplan.planner.placement import place
+
+    (block,) = {p.layout.padded_numel for p in place(spec, Choice(3, n)) if p.unit.kind == "block"}
+    return block * (n - 1) // n
 
 
 MEASURED = [("1.3b", 4, 47440), ("7b", 2, 10149)]
