@@ -57,8 +57,8 @@ def emit(plan: Plan, form: str) -> tuple[str, tuple[str, ...]]:
         from zplan.planner.peer_plan import refuse_format
 
         refuse_format(plan.choice, form)
-    for limit in limits(plan.choice, plan.spec):
-        if form != "zplan" and limit.key not in ("--optimizer", "--reduce-dtype", "--runtime"):
+    for limit in limits(plan.choice, plan.spec) if plan.choice.runtime == "zplan" else ():
+        if form != "zplan" and limit.key not in ("--optimizer", "--reduce-dtype"):
             raise ZplanError(f"`{limit.words}` has no words in the format `{form}`", limit.instead)
     return _WRITERS[form](plan)
 

@@ -179,8 +179,11 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed["stage"], fixed_by["stage"] = 3, "--offload-params"
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
     _settle_checkpointing(fixed, fixed_by)
+    tuning = _tuning(given)
     if {"runtime", *PARALLEL} & set(fixed):
         check_request(fixed)
+        if tuning is not None and fixed.get("runtime", "zplan") != "zplan":
+            raise ZplanError(f"`--lora` is not counted with --runtime {fixed['runtime']}", "use --runtime zplan")
     return Request(
         model=given.get("model"),
         params=parse_count(given["params"], "--params") if "params" in given else None,
@@ -197,7 +200,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,
-        tuning=_tuning(given),
+        tuning=tuning,
         offline=bool(given.get("offline")),
         asked=asked,
         notes=notes,

@@ -223,7 +223,7 @@ _DEFAULTS: dict[str, str] = {
 }
 """Choices with a plain default, and why that default."""
 
-_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving")
+_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving", "kernels", "compile")
 """Those that no other runtime knows."""
 
 
