@@ -26,7 +26,7 @@ from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Choice, Device, Precision, Runtime
 from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, Recipe, StepTape
-from zplan.planner.fused import WEIGHT_SUM, chunk_tokens
+from zplan.planner.fused import WEIGHT_SUM, check_compiled, chunk_tokens
 from zplan.planner.ledger import Line, Source
 from zplan.planner.models import Adapters, Architecture, ModelSpec, Unit, decoder_units
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
@@ -223,6 +223,7 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
         )
+    check_compiled(choice)
     if choice.kernels == "fused" and not (arch.runnable and arch.family == "llama"):
         raise ZplanError(
             f"there are no fused kernels for blocks of model_type `{arch.family}`", 'use "kernels": "torch"'

@@ -673,8 +673,8 @@ class Aten:
             else:
                 out = self.like(q, "attention output")
                 lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
-            # A generator's seed and offset, unused without dropout but there.
-            seeds = {"cpu": (), "flash": (2, 1), "efficient": (1, 1)}[kernel]
+            # A generator's seed and offset, unused without dropout but there; for fp32 they are numbers on the host.
+            seeds = {"cpu": (), "flash": (2, 1), "efficient": ()}[kernel]
             return [out, lse, *(self.tape.new((n,), INT64, "philox") for n in seeds)]
 
         # A mask of bytes is turned into one that is added, anew for each layer, which keeps it.

@@ -72,8 +72,14 @@ def buffer_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
         *reduce_lines(trained, choice, time),
         *gradient_lines(trained, choice, time),
         *placeholder_lines(placements, choice, time),
+        Line("comm.handshake", 8 * handshake_numel(choice.world_size, choice.device), (time.always,), "buffers"),
         *table_lines(placements, choice, time),
     ]
+
+
+def handshake_numel(world_size: int, device: str) -> int:
+    """64-bit words in which ranks on the CPU compare what comes next before each collective."""
+    return world_size + 1 if device == "cpu" and world_size > 1 else 0
 
 
 def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:

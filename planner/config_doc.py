@@ -18,7 +18,8 @@ _FIELD = {
     "fp16": "fp16 compute with fp32 master weights and DeepSpeed's loss scale, dynamic or static",
     "zero_optimization": "see below",
     "gradient_clipping": "global L2 norm; 0 is off",
-    "optimizer": "AdamW, under the names `Adam` and `AdamW`; other types are estimate only; see below",
+    "optimizer": "`AdamW`, `Adam` (AdamW unless `adam_w_mode` is false), `SGD`, `Lion`, `Adagrad`; others "
+    "are counted, *estimate only*; see below",
     "scheduler": "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, moved by applied steps only",
     "steps_per_print": "steps between progress lines",
     "communication_data_type": "dtype of gradients between ranks: fp32; bf16 is estimate only",
@@ -33,7 +34,9 @@ _FIELD = {
     "lr": "learning rate",
     "betas": "decay of both moments",
     "eps": "added to the denominator",
-    "weight_decay": "decoupled from the gradient",
+    "weight_decay": "decoupled from the gradient for AdamW and Lion, added to it for the others",
+    "momentum": "of SGD; with 0 there is no buffer for it",
+    "nesterov": "of SGD with momentum",
 }
 
 

@@ -25,20 +25,18 @@ from zplan.planner.config import (
     Saving,
     Transport,
 )
+from zplan.planner.dsoptimizer import STARTS, explicit_optimizer, name_optimizer, optimizer_block, read_optimizer
 from zplan.planner.dsschema import UNPREFIXED
-from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
-from zplan.planner.optimizers import KINDS, find_kind, kind_of
 from zplan.planner.reading import (
     check_keys,
     refuse_type,
     want_bool,
     want_int,
-    want_list,
     want_number,
     want_object,
     want_one_of,
-    want_str,
 )
 from zplan.planner.schedules import Schedule, read_schedule
 
@@ -69,15 +67,19 @@ class TrainingConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    """Decoupled: AdamW."""
+    """Decoupled for AdamW and Lion, else added to the gradient."""
+    optimizer: str = "adamw"
+    """A name of `planner/optimizers.py`."""
+    momentum: float = 0.9
+    """Of `sgd-momentum`."""
+    nesterov: bool = False
+    """Of `sgd-momentum`."""
     clip: float = 1.0
     """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
     loss_scale: LossScale = LossScale()
     """Of fp16 training."""
     schedule: Schedule | None = None
     """Of the learning rate, in applied optimizer steps; None keeps it constant."""
-    optimizer: str = "adamw"
-    """A name of the optimizer table."""
     reduce_dtype: Precision = "fp32"
     """dtype in which gradients are reduced and accumulated."""
     offload: Offload = Offload()
@@ -139,7 +141,7 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 _EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
 _EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
 _EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
-EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS)
+EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -226,8 +228,20 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
 def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
     """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
     own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
-    free = ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "loss_scale", "steps_per_print")
-    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **{n: settings[n] for n in free if n in settings})
+    free = (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "clip",
+        "schedule",
+        "loss_scale",
+        "steps_per_print",
+    )
+    fields_of = {**STARTS.get(choice.optimizer, {}), **{n: settings[n] for n in free if n in settings}}
+    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **fields_of)
 
 
 def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str, Any]:
@@ -250,7 +264,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         KEYS.accumulation: batch.accumulation,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
         "fp16": explicit_loss_scale(config.loss_scale) if config.precision == "fp16" else {"enabled": False},
-        "optimizer": _explicit_optimizer(config),
+        "optimizer": explicit_optimizer(config.optimizer, vars(config)),
         **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
         "communication_data_type": config.reduce_dtype,
@@ -291,18 +305,6 @@ def _accumulation_dtype(config: TrainingConfig) -> str | None:
     """DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there."""
     whole = config.precision != "fp32" and config.stage == 0
     return None if whole or config.reduce_dtype != "fp32" else "fp32"
-
-
-def _explicit_optimizer(config: TrainingConfig) -> dict[str, Any]:
-    """The optimizer's block. What DeepSpeed has no name for is written under zplan's, which it will refuse by name."""
-    kind = kind_of(config.optimizer)
-    params: dict[str, Any] = {"lr": config.lr, "betas": list(config.betas), "eps": config.eps}
-    params["weight_decay"] = config.weight_decay
-    if kind.name == "sgd-momentum":
-        params["momentum"] = config.betas[0]
-    if kind.name == "adamw":
-        params["adam_w_mode"] = True
-    return {"type": kind.deepspeed or kind.name, "params": params}
 
 
 def _screen(
@@ -397,53 +399,10 @@ def _offload(block: Mapping[str, Any], where: str, found: dict[str, Any]) -> tup
     return notes
 
 
-def _optimizer_type(kind: str, where: str, momentum: float) -> str:
-    """A name of the optimizer table. DeepSpeed's "Adam" decays like AdamW unless told otherwise, so both mean the
-    same.
-    """
-    if kind.lower() == "sgd":
-        return "sgd-momentum" if momentum else "sgd"
-    if kind.lower() in dskeys.OTHER_OPTIMIZERS:
-        raise ZplanError(f"optimizer `{kind}` is not built yet", 'use "AdamW"')
-    try:
-        return find_kind(kind).name
-    except ZplanError:
-        near = did_you_mean(kind.lower(), ("adam", *KINDS, *dskeys.OTHER_OPTIMIZERS))
-        raise ZplanError(f"unknown optimizer `{kind}` in {where}", near or 'use "AdamW"') from None
-
-
-def _betas(value: Any, where: str) -> tuple[float, float]:
-    betas = [want_number("betas", where, b) for b in want_list("betas", where, value)]
-    if len(betas) != 2 or max(betas) >= 1:
-        raise ZplanError(f"`betas` of {where} are {betas}", "write two numbers below 1, such as [0.9, 0.999]")
-    return betas[0], betas[1]
-
-
 def _optimizer(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
-    check_keys(block, ("type", "params", "legacy_fusion"), where)
-    if "type" not in block:
-        raise ZplanError(f"{where} has no `type`", 'write "type": "AdamW"')
-    params = want_object("params", where, block.get("params") or {})
-    inner = f"`params` of {where}"
-    momentum = want_number("momentum", inner, params["momentum"]) if "momentum" in params else 0.0
-    found["optimizer"] = _optimizer_type(want_str("type", where, block["type"]), where, momentum)
-    if not found["optimizer"].startswith("sgd") and "momentum" in params:
-        raise ZplanError(f"`momentum` of {inner} is for SGD", "leave it out; AdamW's is the first of `betas`")
-    params.pop("momentum", None)
-    where = inner
-    if "max_grad_norm" in params:
-        raise ZplanError(f"`max_grad_norm` of {where} clips nothing", "write `gradient_clipping` at the top level")
-    check_keys(params, (*dskeys.OPTIMIZER_HONOURED, *dskeys.OPTIMIZER_NEUTRAL, *dskeys.OPTIMIZER_INERT), where)
-    notes = _screen(params, dskeys.OPTIMIZER_NEUTRAL, dskeys.OPTIMIZER_INERT, where)
-    for name in ("lr", "eps", "weight_decay"):
-        if name in params:
-            found[name] = want_number(name, where, params[name])
-    if "betas" in params:
-        found["betas"] = _betas(params["betas"], where)
-    if "lr" not in params:
-        found["lr"] = 1e-3
-        notes += (f"{where} has no `lr`: 0.001, which is DeepSpeed's default",)
-    return notes
+    kind, params, where, neutral = optimizer_block(block, where)
+    notes = _screen(params, neutral, dskeys.OPTIMIZER_INERT, where)
+    return notes + read_optimizer(kind, params, where, found)
 
 
 def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
@@ -466,4 +425,6 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     for name in _EXTRA_FLAGS:
         if name in block:
             found[name] = want_bool(name, where, block[name])
+    if "optimizer" in block:
+        name_optimizer(block["optimizer"], where, found)
     return ()

@@ -119,7 +119,7 @@ TOP_NEUTRAL: dict[str, Neutral] = {
     "zero_force_ds_cpu_optimizer": either,
     "zero_allow_untested_optimizer": either,
 }
-"""The last two say what may happen with other optimizers; there is only AdamW, so either value asks for nothing."""
+"""The last two say what DeepSpeed may do with optimizers it does not know; either value asks for nothing here."""
 
 TOP_INERT: dict[str, str] = {"aio": "it tunes DeepSpeed's own NVMe transfers"}
 
@@ -195,7 +195,16 @@ ZERO_INERT: dict[str, str] = {
     "cpu_offload_use_pin_memory": "zplan pins what is offloaded",
 }
 
-OPTIMIZER_HONOURED = ("lr", "betas", "eps", "weight_decay")
+OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "adam": ("lr", "betas", "eps", "weight_decay", "adam_w_mode"),
+    "sgd": ("lr", "momentum", "nesterov", "weight_decay"),
+    "lion": ("lr", "betas", "weight_decay"),
+    "adagrad": ("lr", "eps", "weight_decay"),
+}
+"""Parameters that are honoured, by the lower-case type."""
+
+OPTIMIZER_HONOURED = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 OPTIMIZER_NEUTRAL: dict[str, Neutral] = {
     "adam_w_mode": true,
     "bias_correction": true,
@@ -209,11 +218,11 @@ OPTIMIZER_INERT: dict[str, str] = {
 }
 
 OTHER_OPTIMIZERS = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
-"""Lower case; known to the field and not counted."""
+"""Lower case; known to the field and not built yet."""
 
 INSTEAD: dict[str, str] = {
     "activation_checkpointing": "drop the block and use `--checkpointing full`",
-    "adam_w_mode": "leave it out: the decay is decoupled",
+    "adam_w_mode": 'of "Adam": false adds the decay to the gradient; "AdamW" always decouples it',
     "cpu_offload": 'use "offload_optimizer": {"device": "cpu"}',
 }
 """What to write instead, where that is more than leaving the key out."""

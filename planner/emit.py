@@ -44,6 +44,11 @@ def emit(plan: Plan, form: str) -> tuple[str, tuple[str, ...]]:
     tuple
         The text, and notes: what that tool does otherwise than zplan.
     """
+    other = plan.choice.optimizer
+    if other != "adamw" and form in ("hf", "accelerate", "fsdp2"):
+        raise ZplanError(
+            f"`--format {form}` writes AdamW, and the plan is for {other}", "use --format zplan or deepspeed"
+        )
     if form not in _WRITERS:
         near = did_you_mean(form, FORMATS) or f"use one of {', '.join(FORMATS)}"
         raise ZplanError(f"there is no format `{form}`", near)
@@ -71,6 +76,8 @@ def _deepspeed(plan: Plan) -> tuple[str, tuple[str, ...]]:
         notes.append(
             "DeepSpeed all-reduces gradients at stages 1 and 2 by default: twice the bytes of a reduce-scatter"
         )
+    if plan.choice.optimizer == "adamw-bf16":
+        notes.append("both moments are fp32 there: `adamw-bf16` is an optimizer of zplan's own")
     if plan.choice.checkpointing == "full":
         notes.append("checkpointing is the model's own business there: model.gradient_checkpointing_enable()")
     return render(plan.ds_config()) + "\n", tuple(notes)

@@ -7,6 +7,8 @@ as they are: locals and nesting are those of `cuda_ops/reference.py` on purpose 
 from __future__ import annotations
 
 from zplan.planner.aten import BOOL, FP32, INT64, Aten, Grads, Outs
+from zplan.planner.config import Choice
+from zplan.planner.errors import ZplanError
 from zplan.planner.layout import ceil_to
 from zplan.planner.tape import CHUNK, Value
 
@@ -31,6 +33,16 @@ def chunk_tokens(tokens: int, vocab: int, itemsize: int) -> int:
     """
     fitting = CHUNK_BYTES // (padded_vocab(vocab, itemsize) * itemsize) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
     return min(tokens, CHUNK_TOKENS, max(CHUNK_MULTIPLE, fitting))
+
+
+def check_compiled(choice: Choice) -> None:
+    """Refuse our kernels in blocks that `torch.compile` compiles."""
+    if choice.compile and choice.kernels == "fused":
+        raise ZplanError(
+            '`compile` and "kernels": "fused" exclude each other: torch.compile can\'t see into kernels of our own, '
+            "and makes fused ones itself",
+            'drop one of the two; "cross_entropy": "fused" goes with both',
+        )
 
 
 def padded_vocab(vocab: int, itemsize: int) -> int:

@@ -25,6 +25,8 @@ class Param:
 
     name: str
     shape: tuple[int, ...]
+    group: int = 0
+    """Index of the optimizer's parameter group."""
 
     @property
     def numel(self) -> int:

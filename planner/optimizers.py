@@ -12,7 +12,7 @@ for lion; You et al. 2020 for lamb.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,6 +20,9 @@ from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.models import Param, Unit
 
 FP32, BF16 = 4, 2
+
+SCRATCH_NUMEL = 4 * 2**20
+"""Elements of a scratch buffer; longer slices are updated in parts of so many."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class OptimizerKind:
         Bytes of the states per parameter, to the whole byte, for tables of rates.
     note
         What is assumed, where something is.
+    scratch
+        fp32 buffers of at most `SCRATCH_NUMEL` elements, through which the runtime's update goes where torch has no
+        fused kernel.
+    per_slice
+        Bytes of what an optimizer that users bring keeps of each slice beside its states, such as a step count.
     """
 
     name: str
@@ -82,6 +90,8 @@ class OptimizerKind:
     workspace: Callable[[Unit, Param], int] | None = None
     runnable: bool = False
     note: str = ""
+    scratch: int = 0
+    per_slice: int = 0
 
 
 def _is_hidden_matrix(unit: Unit, p: Param) -> bool:
@@ -129,10 +139,11 @@ KINDS: dict[str, OptimizerKind] = {
     k.name: k
     for k in (
         OptimizerKind("adamw", _MOMENTS, "AdamW", 8, runnable=True),
-        OptimizerKind("sgd", (), "SGD", 0, note="without momentum"),
-        OptimizerKind("sgd-momentum", (State("momentum_buffer"),), "SGD", 4),
-        OptimizerKind("adagrad", (State("sum"),), "Adagrad", 4),
-        OptimizerKind("lion", (State("exp_avg"),), "Lion", 4),
+        OptimizerKind("adam", _MOMENTS, "Adam", 8, runnable=True, note="weight decay is added to the gradient (L2)"),
+        OptimizerKind("sgd", (), "SGD", 0, runnable=True, note="without momentum"),
+        OptimizerKind("sgd-momentum", (State("momentum_buffer"),), "SGD", 4, runnable=True),
+        OptimizerKind("adagrad", (State("sum"),), "Adagrad", 4, runnable=True, scratch=1),
+        OptimizerKind("lion", (State("exp_avg"),), "Lion", 4, runnable=True, scratch=1),
         OptimizerKind(
             "lamb",
             _MOMENTS,
@@ -179,13 +190,26 @@ KINDS: dict[str, OptimizerKind] = {
             "",
             4,
             master=False,
-            note="no fp32 master weights: small updates are lost to rounding unless it is stochastic",
+            runnable=True,
+            scratch=3,
+            note="no fp32 master weights: weights and second moments are rounded stochastically",
+        ),
+        OptimizerKind(
+            "adamw-bf16-states",
+            (State("exp_avg", BF16), State("exp_avg_sq", BF16)),
+            "",
+            4,
+            runnable=True,
+            scratch=3,
+            note="both moments in bf16, the second one rounded stochastically; fp32 master weights",
         ),
     )
 }
 
+RUNNABLE = tuple(k.name for k in KINDS.values() if k.runnable)
+
 _OTHER_NAMES = {
-    **{"adam": "adamw", "adam8bit": "adamw8bit", "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"},
+    **{"adam8bit": "adamw8bit", "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"},
     **{"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd_momentum": "sgd-momentum", "bf16": "adamw-bf16"},
     **{"paged_adamw_8bit": "adamw8bit", "adamw_bf16": "adamw-bf16"},
 }
@@ -208,8 +232,26 @@ def find_kind(name: str, flag: str = "--optimizer") -> OptimizerKind:
 
 
 def kind_of(name: str) -> OptimizerKind:
-    """The kind of a choice's optimizer, whose name is checked already."""
-    return KINDS[name]
+    """The kind of a choice's optimizer, whose name is checked already: a row of the table, or what `spelled_out` wrote.
+
+    Examples
+    --------
+    >>> kind_of("NAdam(exp_avg:4,exp_avg_sq:4;8)").states[1].itemsize
+    4
+    """
+    if name in KINDS:
+        return KINDS[name]
+    title, _, inside = name.removesuffix(")").partition("(")
+    listed, _, per_slice = inside.partition(";")
+    pairs = [text.split(":") for text in listed.split(",") if text]
+    states = tuple(State(n, int(size)) for n, size in pairs)
+    nominal = sum(s.itemsize for s in states)
+    return OptimizerKind(name, states, title, nominal, runnable=True, per_slice=int(per_slice or 0))
+
+
+def spelled_out(title: str, states: Mapping[str, int], per_slice: int) -> str:
+    """The name of an optimizer that users bring: its class, bytes of an element by state, and bytes of a slice."""
+    return f"{title}({','.join(f'{n}:{size}' for n, size in states.items())};{per_slice})"
 
 
 @lru_cache(maxsize=64)

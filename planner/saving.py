@@ -8,10 +8,8 @@ from zplan.planner.config import Choice
 from zplan.planner.ledger import Line
 from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import Placement
+from zplan.planner.states import FP32
 from zplan.planner.timeline import Timeline
-
-COPIED = 3
-"""States of a trained element: master weight and two moments."""
 
 RANGE_NUMEL = 4 * 2**20
 """Most elements of one range of a checkpoint."""
@@ -23,9 +21,12 @@ CHECKSUM_NUMEL = 2**22
 """Elements that are summed at once to compare replicas; each takes 8 bytes for a moment."""
 
 
-def snapshot_numel(placements: Sequence[Placement]) -> int:
-    """fp32 elements of the copy: what this rank writes, one slice of each piece even where it holds all."""
-    return COPIED * sum(p.layout.shard_numel for p in placements if not p.frozen)
+def snapshot_numel(placements: Sequence[Placement], choice: Choice) -> int:
+    """fp32 elements of the copy: what this rank writes, one slice of each piece even where it holds all.
+
+    Weights and the optimizer's states, those too that are kept in 16 bits.
+    """
+    return (1 + len(kind_of(choice.optimizer).states)) * sum(p.layout.shard_numel for p in placements if not p.frozen)
 
 
 def saving_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
@@ -33,7 +34,6 @@ def saving_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     if choice.saving == "foreground":
         return []
     note = "copy that a checkpoint is written from"
-    kind = kind_of(choice.optimizer)
-    rate = kind.nominal + (4 if kind.master else choice.itemsize)
-    nbytes = snapshot_numel(placements) // COPIED * rate
-    return [Line("save.snapshot", nbytes, (time.always,), "buffers", "pinned", note=note)]
+    return [
+        Line("save.snapshot", snapshot_numel(placements, choice) * FP32, (time.always,), "buffers", "pinned", note=note)
+    ]

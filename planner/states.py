@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zplan.planner.config import Choice
-from zplan.planner.ledger import Kind, Line
+from zplan.planner.ledger import Kind, Line, Tier
 from zplan.planner.loss_scale import NUM_SCALARS as NUM_SCALE_SCALARS
-from zplan.planner.optimizers import OptimizerKind, kind_of, workspace_bytes
+from zplan.planner.optimizers import SCRATCH_NUMEL, OptimizerKind, kind_of, workspace_bytes
 from zplan.planner.placement import NF4_CLASS, Placement, shards_states
 from zplan.planner.timeline import Timeline
 
@@ -19,6 +19,10 @@ NORM_BLOCKS = 1024
 
 NUM_SCALARS = 7
 """fp32 scalars of the optimizer: step, norm, clip coefficient, gradient scale, non-finite flag, tokens, scratch."""
+
+
+NUM_COEFFICIENTS = 8
+"""fp32 scalars at the end of the scratch buffer (`runtime/elementwise.py`)."""
 
 
 def by_class(line_id: str, rows: Sequence[tuple[Placement, int, tuple[int, int]]], kind: Kind) -> list[Line]:
@@ -46,6 +50,7 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
         lines.append(Line("optim.loss_scale", NUM_SCALE_SCALARS * FP32, (always,), "states"))
     lines.append(Line("optim.norms", norm_bytes(placements, choice), (always,), "states"))
     lines.append(Line("optim.table", table_bytes(placements, choice), (always,), "states"))
+    lines.append(Line("optim.scratch", scratch_numel(placements, choice) * FP32, (always,), "states"))
     return lines
 
 
@@ -66,6 +71,10 @@ def moment_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     if kind.workspace is not None:
         workspace = workspace_bytes(kind.name, tuple(p.unit for p in placements))
         lines.append(Line("optim.workspace", workspace, ((time.at("step"),) * 2,), "buffers"))
+    if kind.per_slice:
+        # torch keeps step counts on the host.
+        tier: Tier = "device" if choice.device == "cpu" else "host"
+        lines.append(Line("optim.steps", kind.per_slice * num_rows(placements, choice), (always,), "states", tier))
     return [_as_estimate(line, kind) for line in lines]
 
 
@@ -94,26 +103,65 @@ def num_slices(placements: Sequence[Placement], choice: Choice) -> int:
     return sum(len(p.layout.pieces) if shards_states(choice) else 1 for p in placements if not p.frozen)
 
 
+def num_rows(placements: Sequence[Placement], choice: Choice) -> int:
+    """Most stretches of one parameter group that a rank can have to update.
+
+    [Note: groups] Learning rate and weight decay belong to a group of parameters, and those of one group need not lie
+    side by side. A slice is therefore updated in runs of one group. Which runs of a piece a rank owns depends on the
+    rank; there is room for all of them on each.
+    """
+    count = 0
+    for p in placements:
+        runs = [] if p.frozen else group_runs(p)
+        spans = [(x.offset, x.offset + x.numel) for x in p.layout.pieces] if shards_states(choice) else [(0, None)]
+        count += sum(end > lo and (hi is None or start < hi) for lo, hi in spans for start, end, _ in runs)
+    return count
+
+
+def group_runs(p: Placement) -> list[tuple[int, int, int]]:
+    """`(start, end, group)` of each run of parameters of one group, in elements; padding belongs to what is before it.
+
+    Together they cover the unit's flat buffer. See [Note: groups].
+    """
+    runs: list[tuple[int, int, int]] = []
+    entries = p.layout.entries
+    for i, param in enumerate(p.unit.params):
+        end = entries[i + 1].offset if i + 1 < len(entries) else p.layout.padded_numel
+        if runs and runs[-1][2] == param.group:
+            runs[-1] = (runs[-1][0], end, param.group)
+        else:
+            runs.append((runs[-1][1] if runs else 0, end, param.group))
+    return runs
+
+
 def norm_bytes(placements: Sequence[Placement], choice: Choice) -> int:
     """Partial norms: the kernels' words on CUDA (`cuda_ops/norm.py`), one fp32 a stretch on the CPU."""
     if choice.device == "cuda":
         return 8 * (2 * NORM_BLOCKS + 4 + 2 * num_slices(placements, choice))
     total = 0
     for p in placements:
-        if p.frozen:
-            continue
-        lengths = (
-            [piece.numel // choice.world_size for piece in p.layout.pieces]
-            if shards_states(choice)
-            else [p.layout.padded_numel]
-        )
-        total += sum(-(-n // norm_chunk(choice.device, n)) for n in lengths)
+        if not p.frozen:
+            total += sum(-(-n // norm_chunk(choice.device, n)) for n in _slice_lengths(p, choice))
     return total * FP32
 
 
+def _slice_lengths(p: Placement, choice: Choice) -> list[int]:
+    """Elements of each contiguous stretch of a unit that a rank updates."""
+    if not shards_states(choice):
+        return [p.layout.padded_numel]
+    return [piece.numel // choice.world_size for piece in p.layout.pieces]
+
+
 def table_bytes(placements: Sequence[Placement], choice: Choice) -> int:
-    """The step's table of slices on CUDA: eight 64-bit words each (`cuda_ops/adamw.py`)."""
-    return 64 * num_slices(placements, choice) if choice.device == "cuda" else 0
+    """The AdamW kernel's table of slices on CUDA: eight 64-bit words each (`cuda_ops/adamw.py`)."""
+    return 64 * num_rows(placements, choice) if choice.device == "cuda" and choice.optimizer == "adamw" else 0
+
+
+def scratch_numel(placements: Sequence[Placement], choice: Choice) -> int:
+    """fp32 elements of what update rules without a fused kernel go through slices in, and their coefficients."""
+    lengths = [n for p in placements if not p.frozen for n in _slice_lengths(p, choice)]
+    num = kind_of(choice.optimizer).scratch
+    return num * min(SCRATCH_NUMEL, max(lengths, default=0)) + (NUM_COEFFICIENTS if num else 0)
 
 
 def norm_chunk(device: str, numel: int) -> int:

@@ -1,165 +1,126 @@
-"""The arithmetic of the step, in two forms that hold the same state: our kernels on CUDA, torch's ops elsewhere.
+"""The update of optimizers that have fused kernels: ours for AdamW on CUDA, torch's elsewhere.
 
-[Note: averaging] Gradients reach the step as plain sums over ranks and micro-steps. Their mean, and the clipping, are
-one factor that the update divides by as it reads them, so neither costs a pass. Norm, clip coefficient and the
-non-finite flag stay on the device; the host never waits for them.
+A rule updates rows of one parameter group in place, divides gradients by the scale as it reads them, and leaves all as
+it is where the skip flag is set. Scale, flag and step count stay on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zplan.cuda_ops.adamw import FusedAdamW, Slice, table_words
-from zplan.cuda_ops.norm import GradNorm
-from zplan.planner.states import norm_chunk
+from zplan.runtime.norms import Scalars
 
-
-@dataclass(frozen=True)
-class Hyper:
-    """The numbers of one step, as `torch.optim.AdamW` means them."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+Group = Mapping[str, Any]
+"""The numbers of one parameter group: `lr`, `weight_decay` and whatever else its optimizer reads, by torch's names."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One contiguous slice that this rank updates: 1D tensors of equal length, all fp32 but `half`."""
+    """One contiguous slice that this rank updates: 1D tensors of equal length."""
 
     master: Tensor
+    """fp32; in the compute dtype where there are no master weights."""
     grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    """fp32. A rule may overwrite it."""
+    states: tuple[Tensor, ...]
+    key: int
+    """Names the slice from step to step."""
     half: Tensor | None
     """The slice of the resident compute-dtype buffer that receives the new values, where it is not the master itself.
     """
 
 
-class Scalars:
-    """0-dim fp32 tensors on the device, over one buffer of `NUM_SCALARS`."""
+class Rule(Protocol):
+    """What an optimizer does to the rows of one group."""
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        self.applied, self.norm, self.coefficient, self.scale, self.skip, self.tokens, self.scratch = buffer.unbind()
+    def update(self, rows: Sequence[Row], s: Scalars, group: Group) -> None: ...
 
 
-def clip_scalars(s: Scalars, *, mean: float, clip: float) -> None:
-    """Clip coefficient and divisor from the norm that is there."""
-    s.coefficient.fill_(1.0)
-    if clip > 0:
-        torch.add(s.norm, 1e-6, out=s.scratch)
-        torch.div(s.coefficient.fill_(clip), s.scratch, out=s.coefficient)
-        s.coefficient.clamp_(max=1.0)
-    torch.reciprocal(s.coefficient, out=s.scale)
-    s.scale.div_(mean)
+class TorchFused:
+    """Torch's fused AdamW, Adam (L2) or SGD over a list of slices; no memory of their own.
 
+    Momentum starts from zeros, which without dampening is what torch's first step comes to.
+    """
 
-class TorchAdamW:
-    """Torch's fused AdamW over a list of slices; norms in short stretches, in place."""
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def __init__(self, norms: Tensor) -> None:
-        self.norms = norms  # fp32, one a stretch
-
-    def landed(self, first_row: int, grads: Sequence[Tensor]) -> None:
-        """Nothing: norms are taken in `square_sum`."""
-
-    def square_sum(self, grads: Sequence[Tensor], into: Scalars, *, device: str) -> Tensor:
-        """This rank's sum of squares, as a 0-dim tensor that may be summed over ranks."""
-        parts = [part for grad in grads for part in grad.split(norm_chunk(device, grad.numel()))]
-        for out, part in zip(self.norms.unbind(), parts, strict=True):
-            torch.linalg.vector_norm(part, out=out)
-        torch.linalg.vector_norm(self.norms, out=into.norm)
-        return into.norm.square_()
-
-    def settle(self, total: Tensor, s: Scalars, *, mean: float, clip: float) -> None:
-        """Norm, clip coefficient, divisor, skip flag and step count from the sum of squares over all ranks."""
-        assert total is s.norm or total.data_ptr() == s.norm.data_ptr()
-        s.norm.sqrt_().mul_(mean)
-        # x - x is 0 for a finite x and NaN otherwise, and only NaN differs from 0.
-        torch.sub(s.norm, s.norm, out=s.skip)
-        s.skip.ne_(0.0)
-        clip_scalars(s, mean=mean, clip=clip)
-        s.applied.add_(1.0).sub_(s.skip)
-
-    def update(self, rows: Sequence[Row], s: Scalars, hyper: Hyper) -> None:
-        torch._fused_adamw_(
-            [r.master for r in rows],
-            [r.grad for r in rows],
-            [r.exp_avg for r in rows],
-            [r.exp_avg_sq for r in rows],
-            [],
-            [s.applied] * len(rows),
-            lr=hyper.lr,
-            beta1=hyper.betas[0],
-            beta2=hyper.betas[1],
-            weight_decay=hyper.weight_decay,
-            eps=hyper.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=s.scale,
-            found_inf=s.skip,
-        )
+    def update(self, rows: Sequence[Row], s: Scalars, group: Group) -> None:
+        weights, grads = [r.master for r in rows], [r.grad for r in rows]
+        states = [list(column) for column in zip(*(r.states for r in rows), strict=True)]
+        common = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "maximize": False}
+        if self.name.startswith("sgd"):
+            torch._fused_sgd_(
+                weights,
+                grads,
+                states[0] if states else [],
+                momentum=group["momentum"] if states else 0.0,
+                dampening=0.0,
+                nesterov=group["nesterov"],
+                is_first_step=False,
+                grad_scale=s.scale,
+                found_inf=s.skip,
+                **common,
+            )
+        else:
+            fused = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
+            fused(
+                weights,
+                grads,
+                *states,
+                [],
+                [s.applied] * len(rows),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                amsgrad=False,
+                grad_scale=s.scale,
+                found_inf=s.skip,
+                **common,
+            )
         for r in rows:
             if r.half is not None:
                 r.half.copy_(r.master)
 
 
 class KernelAdamW:
-    """Our kernels: one launch for all slices, norms taken on the reduce stream as each reduce lands.
+    """Our kernel: one launch for all slices of a group.
 
     Parameters
     ----------
-    norm_words, table
-        1D int64 buffers on the device, sized by `cuda_ops`.
-    num_rows
-        Slices of this rank.
+    table
+        1D int64 on the device, sized by `cuda_ops`; launches share it.
     """
 
-    def __init__(self, norm_words: Tensor, table: Tensor, num_rows: int) -> None:
-        self.norm = GradNorm(norm_words, num_rows)
+    def __init__(self, table: Tensor) -> None:
         self.table, self.used = table, 0
         self.fused: dict[int, FusedAdamW] = {}
 
-    def landed(self, first_row: int, grads: Sequence[Tensor]) -> None:
-        """Norm and non-finite flag of gradients that were just reduced, on the current stream."""
-        for i, grad in enumerate(grads):
-            self.norm.add(first_row + i, grad)
-
-    def square_sum(self, grads: Sequence[Tensor], into: Scalars, *, device: str) -> Tensor:
-        """This rank's sum of squares in fp64; all of it was gathered by `landed`."""
-        self.norm.finish()
-        return self.norm.total
-
-    def settle(self, total: Tensor, s: Scalars, *, mean: float, clip: float) -> None:
-        self.norm.settle(
-            applied=s.applied, norm=s.norm, coefficient=s.coefficient, scale=s.scale, skip=s.skip, mean=mean, clip=clip
-        )
-
-    def update(self, rows: Sequence[Row], s: Scalars, hyper: Hyper) -> None:
+    def update(self, rows: Sequence[Row], s: Scalars, group: Group) -> None:
         self._for(rows).step(
             [r.grad for r in rows],
             applied=s.applied,
             scale=s.scale,
             skip=s.skip,
-            lr=hyper.lr,
-            betas=hyper.betas,
-            eps=hyper.eps,
-            weight_decay=hyper.weight_decay,
+            lr=float(group["lr"]),
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
         )
 
     def _for(self, rows: Sequence[Row]) -> FusedAdamW:
-        """The launch for these rows, made once; groups of rows share the table."""
-        key = rows[0].master.data_ptr()
+        """The launch for these rows, made once."""
+        key = rows[0].key
         if key in self.fused:
-            assert len(self.fused[key].slices) == len(rows), "groups of a step may not change"
+            assert len(self.fused[key].slices) == len(rows), "rows of a step may not change"
         else:
             start, self.used = self.used, self.used + table_words(len(rows))
-            slices = [Slice(r.master, r.exp_avg, r.exp_avg_sq, r.half) for r in rows]
+            slices = [Slice(r.master, *r.states, r.half) for r in rows]
             self.fused[key] = FusedAdamW(slices, self.table[start : self.used])
         return self.fused[key]

@@ -86,6 +86,12 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint, or start to. Returns its folder."""
         self.between_steps("save")
+        foreign = self.engine.optimizer.wanted.foreign
+        if foreign is not None and foreign.whole_tensors:
+            raise ZplanError(
+                f"states of {foreign.title} are tensors of its own and in no checkpoint yet",
+                "save the weights with `engine.save_16bit_model(folder)`",
+            )
         self.wait()
         if keep is not None and keep < 1:
             raise ZplanError(f"`keep={keep}` would delete the checkpoint that was just written", "keep at least 1")
@@ -131,7 +137,11 @@ class Checkpoints:
             world_size=e.world_size,
             lr=float(e.optimizer.param_groups[0]["lr"]),
             loss_scale=None if e.optimizer.scaler is None else tuple(e.optimizer.scaler.state()),
-            training=describe_training(e.training_config),
+            training={
+                **describe_training(e.training_config),
+                "optimizer": e.choice.optimizer,
+                "optimizer_scalars": dict(e.optimizer.scalars_to_save()),
+            },
             model=describe_model(e.module),
             parameters=parameters_of(e),
             aliases=aliases(e.module),
@@ -230,7 +240,7 @@ class Checkpoints:
         """Take the snapshot's memory, once and for all saves."""
         e = self.engine
         self.snapshot = e.arena.take_host(
-            "save.snapshot", snapshot_numel([u.placement for u in e.units]), torch.float32
+            "save.snapshot", snapshot_numel([u.placement for u in e.units], e.choice), torch.float32
         )
         at = 0
         for u in e.trained:

@@ -22,7 +22,7 @@ import threading
 from pathlib import Path
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.checkpoint_format import LATEST, LOCK, MANIFEST, Damaged, Manifest, latest_text, read_latest
+from zplan.runtime.checkpoint_format import LATEST, LOCK, MANIFEST, OTHER, Damaged, Manifest, latest_text, read_latest
 
 PARTIAL, ASIDE, PURGE = ".partial.", ".aside.", ".purge."
 PROBE = "probe"
@@ -72,8 +72,8 @@ class WriteLock:
             os.close(self.fd)
 
 
-def unwritable(path: Path, error: OSError) -> ZplanError:
-    """An operating system's refusal to write, as one sentence."""
+def unwritable(path: Path, error: OSError, *, at: str = "") -> ZplanError:
+    """An operating system's refusal to write, as one sentence; `at` is what of the file it was about."""
     ways = {
         errno.ENOSPC: "free some space or save elsewhere; earlier checkpoints are untouched",
         errno.EDQUOT: "free some of your quota or save elsewhere; earlier checkpoints are untouched",
@@ -81,7 +81,7 @@ def unwritable(path: Path, error: OSError) -> ZplanError:
         errno.EACCES: "save to a folder that you may write",
     }
     return ZplanError(
-        f"`{path}` can't be written: {error.strerror or error}",
+        f"`{path}` can't be written: {error.strerror or error}" + (f" at `{at}`" if at else ""),
         ways.get(error.errno or 0, "save elsewhere; earlier checkpoints are untouched"),
     )
 
@@ -245,11 +245,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.from_json(path.read_bytes(), str(path))
     except FileNotFoundError:
-        raise Damaged(f"`{folder}` is no checkpoint: it has no `{MANIFEST}`") from None
+        raise Damaged(f"`{folder}` is no checkpoint: it has no `{MANIFEST}`", OTHER) from None
     except OSError as error:
-        raise Damaged(f"`{path}` can't be read: {error.strerror}") from None
+        raise Damaged(f"`{path}` can't be read: {error.strerror}", OTHER) from None
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"`{path}` is damaged: {error!r}") from None
+        raise Damaged(f"`{path}` is damaged: {error!r}", OTHER) from None
 
 
 def manifests(root: Path) -> list[tuple[str, Manifest | ZplanError]]:

@@ -86,6 +86,11 @@ def load_unit(unit: FlatUnit, checkpoint: Checkpoint, engine: Engine, *, weights
             for at, values in checkpoint.read(state, r.name, r.start, r.end):
                 start = extent.at + at - r.start
                 tensor[start : start + values.size].copy_(as_tensor(values, dtype))
+    write_compute_copy(unit, sharded=sharded)
+
+
+def write_compute_copy(unit: FlatUnit, *, sharded: bool) -> None:
+    """Write what a resident unit keeps in the compute dtype from its masters: this rank's slices, where sharded."""
     if unit.flat is None or unit.master is None:
         return
     if not sharded:

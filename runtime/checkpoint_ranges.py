@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zplan.runtime.checkpoint_format import ADAMW, FROZEN, RANGE_NUMEL, WEIGHT, Range
+from zplan.runtime.checkpoint_format import FROZEN, RANGE_NUMEL, WEIGHT, Range
 from zplan.runtime.unit import FlatUnit
 
 
@@ -46,8 +46,7 @@ def states_of(unit: FlatUnit) -> tuple[str, ...]:
 
 def moments_of(unit: FlatUnit) -> dict[str, Tensor]:
     """What the optimizer keeps of a trained unit, by its own names, in the order in which it is saved."""
-    owned = {name: getattr(unit, name) for name in ADAMW}
-    return {name: tensor for name, tensor in owned.items() if tensor is not None}
+    return unit.states
 
 
 def state_tensor(unit: FlatUnit, state: str) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zplan.planner.errors import ZplanError
 from zplan.runtime import checkpoint_folder as folder
-from zplan.runtime.checkpoint_format import Damaged, Manifest
+from zplan.runtime.checkpoint_format import OTHER, Damaged, Manifest
 from zplan.runtime.checkpoint_frozen import FrozenFiles
 from zplan.runtime.checkpoint_load import check_model, load_unit, parameters_of
 from zplan.runtime.checkpoint_read import Checkpoint
@@ -106,7 +106,7 @@ class Loader:
             if started:
                 raise Damaged(
                     f"{error.message}; this engine's states are now partly those of `{path}`",
-                    "load another checkpoint before you train on",
+                    f"load another checkpoint before you train on: {OTHER}",
                 ) from None
             raise
         manifest = opened[0].manifest
@@ -121,6 +121,7 @@ class Loader:
         """Counters, learning rate and random states."""
         e, m = self.engine, checkpoint.manifest
         e.optimizer.applied.fill_(float(m.applied_steps))
+        e.optimizer.restore_scalars(m.training.get("optimizer_scalars", {}))
         e.global_steps, e.global_samples = m.global_step, m.global_samples
         if e.optimizer.scaler is not None:
             if m.loss_scale is not None:
@@ -129,7 +130,7 @@ class Loader:
                 scale = e.optimizer.scaler.scale.item()
                 self._note(f"a checkpoint of {m.training['precision']} has no loss scale: it begins at {scale:g}")
         if m.training["lr"] == e.training_config.lr:
-            e.optimizer.param_groups[0]["lr"] = m.lr  # what a schedule had made of it; a new config's value wins
+            e.optimizer.set_lr(m.lr)  # what a schedule had made of it; a new config's value wins
         random = {} if m.world_size != e.world_size else checkpoint.indices[e.rank].random
         if random:
             restore_random(random, e.device)

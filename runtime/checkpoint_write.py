@@ -144,7 +144,10 @@ def _write_data(path: Path, header: bytes, sources: Sequence[Source]) -> tuple[S
     def settle() -> None:
         nonlocal at
         range_, crc, written = pending.pop(0)
-        written.result()
+        try:
+            written.result()
+        except OSError as error:
+            raise unwritable(path, error, at=range_.key) from None
         stored.append(Stored(range_, at, crc.result()))
         at += range_.nbytes
 

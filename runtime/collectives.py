@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zplan.planner.buffers import handshake_numel
 from zplan.planner.errors import ZplanError
 from zplan.planner.saving import CHECKSUM_NUMEL
+from zplan.runtime.arena import Arena
 from zplan.runtime.mesh import Mesh
 from zplan.runtime.symmetric import Shared
+from zplan.runtime.watchdog import Watchdog
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,17 +40,24 @@ class Collectives:
     ----------
     mesh
         Groups and rank.
+    arena
+        Gives the handshake's buffer, on the CPU.
     checked
         Compare `(sequence, kind, unit)` across ranks before each collective, through the store, so that a rank that
         runs another order gets an error instead of a hang.
     """
 
-    def __init__(self, mesh: Mesh, *, checked: bool) -> None:
+    def __init__(self, mesh: Mesh, arena: Arena, *, checked: bool) -> None:
         self.mesh, self.checked = mesh, checked and mesh.world_size > 1 and not _is_fake()
         self.sequence = 0
         self.meetings = 0
         self.instance = next(_instances)
         self.on_gloo = mesh.reduces is not None and dist.get_backend(mesh.reduces) == "gloo"
+        self.watchdog = Watchdog(mesh, self.instance)
+        self.handshake: Tensor | None = None
+        """1D int64: this rank's code, then everybody's."""
+        if numel := handshake_numel(mesh.world_size, mesh.device.type):
+            self.handshake = arena.take("comm.handshake", numel, torch.int64, fill=0)
 
     def all_gather(self, pieces: Sequence[tuple[Tensor, Tensor]], unit: str, shared: Shared | None = None) -> None:
         """Fill each `full` (1D) with every rank's `own`, which is this rank's slice of it; all `(full, own)` as one
@@ -56,8 +67,11 @@ class Collectives:
         if shared is not None:
             shared.gather([full for full, _ in pieces])
             return
-        group = nullcontext() if self.on_gloo or len(pieces) == 1 else self._one_launch()
-        with group:
+        if self.on_gloo:
+            for full, own in pieces:
+                self.watchdog.wait(_all_gather(full, own, group=self.mesh.gathers, async_op=True))
+            return
+        with nullcontext() if len(pieces) == 1 else self._one_launch():
             for full, own in pieces:
                 _all_gather(full, own, group=self.mesh.gathers)
 
@@ -72,7 +86,7 @@ class Collectives:
             _reduce_scatter(own, full, group=self.mesh.reduces)
             return
         # gloo has no reduce-scatter: torch all-reduces a copy of `full`. The same without the copy.
-        dist.all_reduce(full, group=self.mesh.reduces)
+        self.watchdog.wait(dist.all_reduce(full, group=self.mesh.reduces, async_op=True))
         mine = full[self.mesh.rank * own.numel() : (self.mesh.rank + 1) * own.numel()]
         if mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
@@ -90,12 +104,18 @@ class Collectives:
             return
         if self.on_gloo:  # bytes are bytes; gloo's exchange has no 16-bit floats
             received, full = received.view(torch.uint8), full.view(torch.uint8)
+            work = dist.all_to_all_single(received, full, group=self.mesh.reduces, async_op=True)
+            self.watchdog.wait(work)
+            return
         dist.all_to_all_single(received, full, group=self.mesh.reduces)
 
     def all_reduce(self, tensor: Tensor, unit: str) -> None:
         """Sum over ranks, in place."""
         self._announce("all_reduce", unit)
-        dist.all_reduce(tensor, group=self.mesh.reduces)
+        if self.on_gloo:
+            self.watchdog.wait(dist.all_reduce(tensor, group=self.mesh.reduces, async_op=True))
+        else:
+            dist.all_reduce(tensor, group=self.mesh.reduces)
 
     def until_released(self, storage: weakref.ref[torch.UntypedStorage], *, limit_s: float = 1.0) -> None:
         """Wait until nobody holds a buffer that was just dropped.
@@ -119,13 +139,24 @@ class Collectives:
             )
 
     def _announce(self, kind: str, unit: str) -> None:
-        if not self.checked:
-            return
+        self.watchdog.note(kind, unit)
+        if self.checked:
+            self._agree(kind, unit)
+        elif self.on_gloo and self.handshake is not None:
+            # gloo ends the process where sizes differ, and goes on with wrong values where they happen to agree.
+            mine, everybody = self.handshake[:1], self.handshake[1:]
+            mine.fill_(zlib.crc32(f"{kind} of {unit}".encode()))
+            self.watchdog.wait(_all_gather(everybody, mine, group=self.mesh.reduces, async_op=True))
+            if len(set(everybody.tolist())) > 1:
+                self._agree(kind, unit)
+
+    def _agree(self, kind: str, unit: str) -> None:
+        """Tell each other what comes next, through the store."""
         seen = self._exchange(f"{kind} of {unit}")
         if len(set(seen)) > 1:
             said = "; ".join(f"rank {r}: {v}" for r, v in enumerate(seen))
             raise ZplanError(
-                f"ranks run different collectives at number {self.sequence}: {said}",
+                f"ranks run different collectives: {said}",
                 "every rank must run the same modules in the same order",
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -39,6 +39,9 @@ KNOWN_CLASSES = ("zplan.runtime.decoder", "transformers.models.")
 """Where models come from whose embeddings and heads are read by their own forward alone, unless they are tied. In other
 models a weight may be used by hand (`x @ embed.weight.T`), which asks for a resident unit."""
 
+PLAIN_CLASSES = ("torch.nn.", "zplan.runtime.decoder")
+"""Where their embeddings and linear layers come from."""
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called themselves: what they hold is a unit of the module around them, or has units of its own."""
 
@@ -46,7 +49,13 @@ Row = tuple[str, UnitKind, nn.Module, list[tuple[str, nn.Parameter]]]
 """(unit name, kind, module, named parameters)."""
 
 
-def find_units(model: nn.Module, *, units: Sequence[str] | None = None, resident: Sequence[str] = ()) -> list[Found]:
+def find_units(
+    model: nn.Module,
+    *,
+    units: Sequence[str] | None = None,
+    resident: Sequence[str] = (),
+    groups: Mapping[nn.Parameter, int] | None = None,
+) -> list[Found]:
     """Units in module order; each parameter belongs to the first unit that uses it.
 
     Parameters
@@ -60,6 +69,8 @@ def find_units(model: nn.Module, *, units: Sequence[str] | None = None, resident
         module around the blocks form a unit with that module.
     resident
         Patterns of unit names that are never put in the ring.
+    groups
+        The optimizer's parameter group of each trained parameter; None: there is one.
     """
     for name, p in model.named_parameters():
         _check(name, p)
@@ -75,8 +86,9 @@ def find_units(model: nn.Module, *, units: Sequence[str] | None = None, resident
     for name, kind, module, params in _candidates(model, blocks):
         if any(_matches(name, pattern) for pattern in resident):
             kind = "other"
-        f = _own(name, kind, module, params, owner)
-        if known and kind in ("embed", "head") and type(module) in (nn.Embedding, nn.Linear):
+        f = _own(name, kind, module, params, owner, groups or {})
+        plain = isinstance(module, (nn.Embedding, nn.Linear)) and type(module).__module__.startswith(PLAIN_CLASSES)
+        if known and kind in ("embed", "head") and plain:
             f.unit = replace(f.unit, guest=True)
         if f.params or f.frozen or f.reads:
             found.append(f)
@@ -85,7 +97,12 @@ def find_units(model: nn.Module, *, units: Sequence[str] | None = None, resident
 
 
 def _own(
-    name: str, kind: UnitKind, module: nn.Module, params: list[tuple[str, nn.Parameter]], owner: dict[nn.Parameter, str]
+    name: str,
+    kind: UnitKind,
+    module: nn.Module,
+    params: list[tuple[str, nn.Parameter]],
+    owner: dict[nn.Parameter, str],
+    groups: Mapping[nn.Parameter, int],
 ) -> Found:
     """The unit of one module: what nobody before it owns is its own, the rest it reads."""
     trained: list[tuple[str, nn.Parameter]] = []
@@ -102,7 +119,7 @@ def _own(
         owner[p] = segment
         (trained if p.requires_grad else frozen.setdefault(segment, [])).append((pname, p))
     segments = [(_frozen_unit(segment, kind, rows), [p for _, p in rows]) for segment, rows in frozen.items()]
-    unit = Unit(name, kind, tuple(Param(n, tuple(p.shape)) for n, p in trained))
+    unit = Unit(name, kind, tuple(Param(n, tuple(p.shape), groups.get(p, 0)) for n, p in trained))
     return Found(unit, module, [p for _, p in trained], list(reads), segments)
 
 

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 from zplan.planner.config import Choice, Transport
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
-from zplan.planner.placement import place_units
+from zplan.planner.fused import check_compiled
+from zplan.planner.placement import place_units, shards_states
 from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.arena import Arena
 from zplan.runtime.checkpoint import Checkpoints, Resume
@@ -27,15 +28,17 @@ from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.compiled import compile_forwards
 from zplan.runtime.detect import find_units
 from zplan.runtime.gatherer import Gatherer
+from zplan.runtime.groups import Asked, Parameters, read_optimizer
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh
-from zplan.runtime.optimizer import ShardedAdamW
+from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.schedule import Scheduler
 from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned, Whole
+from zplan.runtime.weights import WeightFolder, load_weights
 
 OPEN: list[Engine] = []
 """Engines of this process that were not closed, oldest first."""
@@ -64,7 +67,7 @@ class Engine(nn.Module):
         Called with the ledger's name of each phase as it begins; None for nobody.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what `initialize` takes
         self,
         model: nn.Module,
         training: TrainingConfig,
@@ -75,12 +78,20 @@ class Engine(nn.Module):
         checked: bool,
         units: Sequence[str] | None = None,
         resident: Sequence[str] = (),
+        optimizer: Asked = None,
+        parameters: Parameters | None = None,
+        weights: WeightFolder | None = None,
     ) -> None:
         super().__init__()
         self.module = model
         self.training_config, self.mesh = training, mesh
         self.choice = choice_of(training, mesh)
-        found = find_units(model, units=units, resident=resident)
+        if weights is not None:
+            weights.bind(model)
+            weights.fill_buffers(model, mesh.device)
+        wanted = read_optimizer(model, training, optimizer, parameters, sharded=shards_states(self.choice))
+        self.choice = replace(self.choice, optimizer=wanted.name)
+        found = find_units(model, units=units, resident=resident, groups=wanted.group_of)
         if not any(f.params for f in found):
             raise ZplanError(
                 "the model has no parameters to train", "pass an nn.Module with some that require gradients"
@@ -92,21 +103,32 @@ class Engine(nn.Module):
         placements = place_units(segments, self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
         self.units = materialize(
-            model, found, list(placements), self.choice, self.arena, mesh=mesh, init=init, seed=seed
+            model,
+            found,
+            list(placements),
+            self.choice,
+            self.arena,
+            mesh=mesh,
+            init=init,
+            seed=seed,
+            bound=() if weights is None else weights.names,
         )
         self.trained = [u for u in self.units if not u.placement.frozen]
         move_buffers(model, mesh.device)
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
         self.streams = Streams(mesh.device)
-        self.collectives = Collectives(mesh, checked=checked)
+        self.collectives = Collectives(mesh, self.arena, checked=checked)
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
-        self.optimizer = ShardedAdamW(self.trained, self.choice, training, self.arena)
+        if weights is not None:
+            load_weights(self, weights)
+        self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
         self.reducer.landed = self.optimizer.landed
         self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         blocks_run = [f.module for f in found if f.unit.kind == "block"]
+        check_compiled(self.choice)
         self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.on_phase = LISTENERS[-1] if LISTENERS else None
@@ -240,6 +262,7 @@ class Engine(nn.Module):
         if self.optimizer.scaler is not None:
             self.optimizer.scaler.update(self.optimizer.scalars.skip)
         self.optimizer.finish()
+        self.optimizer._opt_called = True  # torch's schedulers warn where nobody calls the optimizer's own step
         self.reducer.drop()
         self.global_steps += 1
         self.global_samples += self.choice.global_batch
@@ -422,6 +445,7 @@ class Engine(nn.Module):
             self.checkpoints.wait()
         finally:
             self.hooks.close()
+            self.collectives.watchdog.stop()
             if self.uncompile is not None:
                 self.uncompile()
             self.sentinels.hide()

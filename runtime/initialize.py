@@ -16,25 +16,30 @@ from zplan.planner.dsconfig import TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.engine import LISTENERS, OPEN, Engine
+from zplan.runtime.groups import Asked, Parameters
 from zplan.runtime.materialize import Initializer
 from zplan.runtime.mesh import Mesh, join
-from zplan.runtime.optimizer import ShardedAdamW
+from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.schedule import Scheduler
 from zplan.runtime.summon import Whole
+from zplan.runtime.weights import WeightFolder
 
 
 def initialize(  # noqa: PLR0913  each is a choice of the user's own
     *,
     model: nn.Module,
     config: object = None,
+    optimizer: Asked = None,
+    model_parameters: Parameters | None = None,
     training_data: Any = None,
+    weights: str | os.PathLike[str] | None = None,
     init: Initializer | None = None,
     seed: int = 0,
     world: int | None = None,
     checked: bool | None = None,
     units: Sequence[str] | None = None,
     resident: Sequence[str] = (),
-) -> tuple[Engine, ShardedAdamW, Any, Scheduler | None]:
+) -> tuple[Engine, ShardedOptimizer, Any, Scheduler | None]:
     """Turn a module into an engine that trains it under a plan or config.
 
     Parameters
@@ -44,8 +49,19 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     config
         A `Plan`, the path of a plan or of a DeepSpeed config, or such a config as a mapping. Under `zplan run` it may
         be left out.
+    optimizer
+        A torch optimizer over the model's parameters, or a class or function that makes one from parameters or groups;
+        None for the config's. torch's AdamW, Adam and SGD run as zplan's own; others on flat slices, where they look at
+        one element at a time, and on whole tensors only where nothing is sharded.
+    model_parameters
+        Parameters, or groups of them with an `lr`, `weight_decay` and so on of their own; by default all that require
+        gradients.
     training_data
         A map-style dataset; the third value returned is then a loader that gives each rank its own micro-batches.
+    weights
+        A local safetensors folder (`save_pretrained` wrote it). Each rank reads only the bytes of what it keeps, so
+        that a model built in `meta_init()` never lies whole on any host. Parameters that have values of their own and
+        are not in the folder, such as those of adapters, keep them.
     init
         For modules on the meta device: fills one full fp32 parameter, given `(name, tensor)`, equally on all ranks.
     seed
@@ -76,7 +92,19 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     mesh = join(pretend_world=world)
     _say_if_reserved_may_grow(mesh)
     training = _training_config(config, model, mesh)
-    engine = Engine(model, training, mesh, init=init, seed=seed, checked=checked, units=units, resident=resident)
+    engine = Engine(
+        model,
+        training,
+        mesh,
+        init=init,
+        seed=seed,
+        checked=checked,
+        units=units,
+        resident=resident,
+        optimizer=optimizer,
+        parameters=model_parameters,
+        weights=None if weights is None else WeightFolder(weights),
+    )
     loader = None if training_data is None else _loader(training_data, engine, seed)
     return engine, engine.optimizer, loader, engine.scheduler
 

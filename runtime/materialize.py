@@ -6,13 +6,15 @@ caller's `init(name, tensor)`, else the model's own (`fresh.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 
 from zplan.planner.config import Choice
+from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import Placement, shards_states
+from zplan.planner.states import FP32
 from zplan.runtime.arena import Arena
 from zplan.runtime.detect import Found
 from zplan.runtime.fresh import Fresh
@@ -42,7 +44,7 @@ def make_ring(placements: list[Placement], choice: Choice, arena: Arena, mesh: M
     return ring
 
 
-def materialize(
+def materialize(  # noqa: PLR0913  the engine's parts
     model: nn.Module,
     found: list[Found],
     placements: list[Placement],
@@ -52,8 +54,12 @@ def materialize(
     mesh: Mesh,
     init: Initializer | None,
     seed: int,
+    bound: Collection[str] = (),
 ) -> list[FlatUnit]:
-    """Build every unit that owns parameters; afterwards no parameter has storage of its own."""
+    """Build every unit that owns parameters; afterwards no parameter has storage of its own.
+
+    Parameters whose names are in `bound` come later, by ranges (`weights.py`), and are zero until then.
+    """
     ring = make_ring(placements, choice, arena, mesh)
     rows = {unit.name: (f, params) for f in found for unit, params in f.segments()}
     fresh = Fresh(model, arena.device, seed)
@@ -63,7 +69,9 @@ def materialize(
         unit = FlatUnit(p, params, mesh.rank)
         if p.ringed:
             unit.slot = ring[p.ring, p.slot]
-        full = _full_values(f, unit, arena.device, init, fresh)
+        full = None
+        if any(row.name not in bound for row in p.unit.params):
+            full = _full_values(f, unit, arena.device, init, fresh, bound)
         _cut(unit, full, choice, arena)
         del full
         unit.make_views(_dtype(unit, choice), arena, closes=shards_states(choice) and p.closes)
@@ -81,15 +89,25 @@ def _dtype(unit: FlatUnit, choice: Choice) -> torch.dtype:
 
 
 @torch.no_grad()
-def _full_values(f: Found, unit: FlatUnit, device: torch.device, init: Initializer | None, fresh: Fresh) -> Tensor:
+def _full_values(
+    f: Found,
+    unit: FlatUnit,
+    device: torch.device,
+    init: Initializer | None,
+    fresh: Fresh,
+    bound: Collection[str],
+) -> Tensor:
     """The unit's padded flat values, in fp32 (integers in their own dtype), on the device."""
     p = unit.placement
     dtype = torch.float32 if p.unit.itemsize is None else unit.params[0].dtype
     full = torch.zeros(p.layout.padded_numel, dtype=dtype, device=device)
-    if any(q.is_meta for q in unit.params) and init is None:
+    rows = zip(p.unit.params, unit.params, strict=True)
+    if init is None and any(q.is_meta and row.name not in bound for row, q in rows):
         fresh.reset(f)
     for row, q, entry in zip(p.unit.params, unit.params, p.layout.entries, strict=True):
         view = full[entry.offset : entry.end].view(row.shape)
+        if row.name in bound:
+            continue
         if q.is_meta:
             assert init is not None
             init(row.name, view)
@@ -99,29 +117,39 @@ def _full_values(f: Found, unit: FlatUnit, device: torch.device, init: Initializ
 
 
 @torch.no_grad()
-def _cut(unit: FlatUnit, full: Tensor, choice: Choice, arena: Arena) -> None:
-    """Keep what this rank keeps of the full values: flat buffer, master slices, moments."""
+def _cut(unit: FlatUnit, full: Tensor | None, choice: Choice, arena: Arena) -> None:
+    """Keep what this rank keeps of the full values, zeros where there are none: flat buffer, master slices, states."""
     p, name, dtype = unit.placement, unit.placement.size_class, _dtype(unit, choice)
     if not p.ringed:
         line = "params.frozen.whole" if p.frozen else "params.flat"
-        unit.flat = arena.take(f"{line}.{name}", p.layout.padded_numel, dtype)
-        unit.flat.copy_(full)
+        unit.flat = arena.take(f"{line}.{name}", p.layout.padded_numel, dtype, fill=0)
+        if full is not None:
+            unit.flat.copy_(full)
         unit.whole = True
     if p.has_shard:
-        unit.shard = arena.take(f"params.frozen.shard.{name}", p.owned_numel, dtype)
-        for piece in unit.layout.pieces:
-            unit.shard_of(unit.shard, piece).copy_(unit.own(full, piece))
+        unit.shard = arena.take(f"params.frozen.shard.{name}", p.owned_numel, dtype, fill=0)
+        _keep_own(unit, unit.shard, full)
     if p.frozen:
         return
-    if p.has_master:
-        unit.master = arena.take(f"optim.master.{name}", p.owned_numel, torch.float32)
-        if shards_states(choice):
-            for piece in unit.layout.pieces:
-                unit.shard_of(unit.master, piece).copy_(unit.own(full, piece))
-        else:
-            unit.master.copy_(full)
-    unit.exp_avg = arena.take(f"optim.exp_avg.{name}", p.owned_numel, torch.float32, fill=0.0)
-    unit.exp_avg_sq = arena.take(f"optim.exp_avg_sq.{name}", p.owned_numel, torch.float32, fill=0.0)
+    if p.has_master or p.ringed:
+        # Where there are no fp32 masters, a ringed unit keeps a shard in the compute dtype in their place.
+        line = "optim.master" if p.has_master else "params.shard"
+        unit.master = arena.take(f"{line}.{name}", p.owned_numel, torch.float32 if p.has_master else dtype, fill=0)
+        _keep_own(unit, unit.master, full)
+    for state in kind_of(choice.optimizer).states:
+        kept = torch.float32 if state.itemsize == FP32 else torch.bfloat16
+        unit.states[state.name] = arena.take(f"optim.{state.name}.{name}", p.owned_numel, kept, fill=0.0)
+
+
+def _keep_own(unit: FlatUnit, owned: Tensor, full: Tensor | None) -> None:
+    """Copy this rank's slices, or everything where it keeps everything."""
+    if full is None:
+        return
+    if owned.numel() == full.numel():
+        owned.copy_(full)
+        return
+    for piece in unit.layout.pieces:
+        unit.shard_of(owned, piece).copy_(unit.own(full, piece))
 
 
 @torch.no_grad()

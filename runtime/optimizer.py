@@ -1,12 +1,14 @@
-"""The sharded step: which slices this rank updates, and when.
+"""The sharded step: which slices this rank updates, in which group, and when.
 
-The arithmetic is in `runtime/adamw.py`. Units are updated in groups, so that what the next forward needs first can be
-gathered while the rest is updated.
+The arithmetic is in `norms.py` (averaging, clipping, skipping) and in the rules of `adamw.py`, `elementwise.py` and
+`foreign.py`. Units are updated in two parts, so that what the next forward needs first can be gathered while the rest
+is updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,46 +19,70 @@ from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.layout import Piece
+from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import shards_states
-from zplan.planner.states import NUM_SCALARS, norm_bytes, num_slices, table_bytes
-from zplan.runtime.adamw import Hyper, KernelAdamW, Row, Scalars, TorchAdamW, clip_scalars
+from zplan.planner.states import NUM_SCALARS, group_runs, norm_bytes, num_slices, scratch_numel, table_bytes
+from zplan.runtime.adamw import KernelAdamW, Row, Rule, TorchFused
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
+from zplan.runtime.elementwise import Adagrad, AdamWBf16, Lion
+from zplan.runtime.groups import Wanted
+from zplan.runtime.norms import KernelNorms, Scalars, TorchNorms, clip_scalars
 from zplan.runtime.precision import LossScaler
 from zplan.runtime.unit import FlatUnit
 
+CHUNKED = {"lion": Lion, "adagrad": Adagrad, "adamw-bf16": AdamWBf16, "adamw-bf16-states": AdamWBf16}
 
-class ShardedAdamW:
-    """AdamW (Loshchilov and Hutter 2019) as in `torch.optim.AdamW`, on flat fp32 slices.
 
-    `param_groups` has the one group that learning-rate schedulers read and write. `norm` is a 0-dim fp32 tensor on the
-    device: the gradient norm after averaging and before clipping, as `clip_grad_norm_` returns it.
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """What a rank updates in one go: part of its slice of a piece, all of one group. The gradient comes and goes."""
+
+    piece: Piece | None
+    cut: slice
+    """Of the slice."""
+    group: int
+    key: int
+    master: Tensor
+    states: tuple[Tensor, ...]
+    half: Tensor | None
+    shape: torch.Size | None
+    """Of the parameter, for optimizers that look at whole tensors."""
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """The optimizer of an engine, on flat slices of the states.
+
+    `param_groups` are the user's: whoever writes a group's `lr` or `weight_decay` (a torch scheduler, say) changes the
+    next step. `norm` is a 0-dim fp32 tensor on the device: the gradient norm after averaging and before clipping, as
+    `clip_grad_norm_` returns it.
     """
 
-    def __init__(self, units: list[FlatUnit], choice: Choice, training: TrainingConfig, arena: Arena) -> None:
-        self.units, self.choice, self.training = units, choice, training
-        self.param_groups: list[dict[str, Any]] = [
-            {
-                "params": [p for u in units for p in u.params],
-                "lr": training.lr,
-                "betas": training.betas,
-                "eps": training.eps,
-                "weight_decay": training.weight_decay,
-            }
-        ]
+    def __init__(
+        self, units: list[FlatUnit], choice: Choice, training: TrainingConfig, wanted: Wanted, arena: Arena
+    ) -> None:
+        super().__init__(wanted.groups, {})
+        self.units, self.choice, self.training, self.wanted = units, choice, training, wanted
+        self.base_lrs = [float(g["lr"]) for g in self.param_groups]
         self.scalars = Scalars(arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0))
         self.scaler = LossScaler(training.loss_scale, arena) if choice.precision == "fp16" else None
         placements = [u.placement for u in units]
-        self.norms = arena.take("optim.norms", norm_bytes(placements, choice) // 4, torch.float32, fill=0.0)
+        slices = num_slices(placements, choice)
+        self.partial = arena.take("optim.norms", norm_bytes(placements, choice) // 4, torch.float32, fill=0.0)
+        self.norms: TorchNorms | KernelNorms
+        if choice.device == "cuda" and compiler.usable(arena.device):
+            self.norms = KernelNorms(self.partial.view(torch.int64), slices)
+        else:
+            self.norms = TorchNorms(self.partial[:slices] if choice.device == "cuda" else self.partial)
         self.table: Tensor | None = None
         if nbytes := table_bytes(placements, choice):
             self.table = arena.take("optim.table", nbytes // 8, torch.int64, fill=0)
-        self.math: TorchAdamW | KernelAdamW
-        if self.table is not None and compiler.usable(arena.device):
-            self.math = KernelAdamW(self.norms.view(torch.int64), self.table, num_slices(placements, choice))
-        else:
-            count = num_slices(placements, choice) if choice.device == "cuda" else self.norms.numel()
-            self.math = TorchAdamW(self.norms[:count])
+        self.scratch: Tensor | None = None
+        if numel := scratch_numel(placements, choice):
+            self.scratch = arena.take("optim.scratch", numel, torch.float32)
+        self.rule = self._rule(arena)
+        self.stretches: dict[FlatUnit, list[Stretch]] = {}
+        self.count = 0
         # Last unit first, the order in which reduces land: the first row that went non-finite is the first in time.
         self.first_row: dict[FlatUnit, int] = {}
         at = 0
@@ -69,6 +95,17 @@ class ShardedAdamW:
         self.counted = False
         """`tokens` has been summed over ranks."""
 
+    def _rule(self, arena: Arena) -> Rule:
+        name = self.choice.optimizer
+        if self.wanted.foreign is not None:
+            return self.wanted.foreign
+        if name in CHUNKED:
+            assert self.scratch is not None
+            return CHUNKED[name](self.scratch)
+        if self.table is not None and compiler.usable(arena.device):
+            return KernelAdamW(self.table)
+        return TorchFused(name)
+
     @property
     def norm(self) -> Tensor:
         return self.scalars.norm
@@ -79,13 +116,20 @@ class ShardedAdamW:
         return self.scalars.applied
 
     @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the flat states beside the weights."""
+        return tuple(s.name for s in kind_of(self.choice.optimizer).states)
+
+    @property
     def _share(self) -> float:
         """What one micro-batch weighs in a step that does not count tokens."""
         return 1.0 / (self.choice.world_size * self.choice.accumulation)
 
+    # --- before the update -------------------------------------------------------------------------------------------
+
     def landed(self, unit: FlatUnit) -> None:
         """A unit's gradients are reduced for the last time; called on the stream that reduced them."""
-        self.math.landed(self.first_row[unit], [self._grad(unit, piece) for piece in self._pieces(unit)])
+        self.norms.landed(self.first_row[unit], [self._grad(unit, piece) for piece in self._pieces(unit)])
 
     def weigh(self, num_tokens: int | None, *, again: bool) -> None:
         """Note what a backward's loss is the mean of: tokens, or (None) one micro-batch like any other.
@@ -105,7 +149,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def measure(self, collectives: Collectives, *, clip: float | None = None) -> None:
-        """Global norm, clip coefficient, divisor and skip flag. See [Note: averaging] in `runtime/adamw.py`.
+        """Global norm, clip coefficient, divisor and skip flag. See [Note: averaging] in `runtime/norms.py`.
 
         `clip` stands for the config's `gradient_clipping` in this step; a second call in a step changes nothing else.
         """
@@ -126,7 +170,7 @@ class ShardedAdamW:
     def _settle(self, collectives: Collectives, mean: float, clip: float) -> None:
         s = self.scalars
         grads = [self._grad(u, piece) for u in self.units for piece in self._pieces(u)]
-        total = self.math.square_sum(grads, s, device=self.choice.device)
+        total = self.norms.square_sum(grads, s, device=self.choice.device)
         if shards_states(self.choice):
             collectives.all_reduce(total, "gradient norm")
         if self.weighted:
@@ -134,7 +178,7 @@ class ShardedAdamW:
             total.div_(s.tokens).div_(s.tokens)
         if self.scaler is not None:
             total.div_(self.scaler.scale).div_(self.scaler.scale)
-        self.math.settle(total, s, mean=mean, clip=clip)
+        self.norms.settle(total, s, mean=mean, clip=clip)
 
     def measure_again(self) -> None:
         """Gradients were changed between backward and step: their norm is taken anew in the step."""
@@ -158,27 +202,57 @@ class ShardedAdamW:
             collectives.all_reduce(self.scalars.tokens, "tokens")
         self.counted = True
 
-    def slices(self, u: FlatUnit, state: str) -> list[Tensor]:
-        """This rank's slices of `grad`, `exp_avg` or `exp_avg_sq`, one for each of `_pieces`."""
-        pieces = self._pieces(u)
-        if state == "grad":
-            return [self._grad(u, piece) for piece in pieces]
-        owned = {"exp_avg": u.exp_avg, "exp_avg_sq": u.exp_avg_sq}[state]
-        assert owned is not None, f"unit {u.name} has no {state}"
-        return [owned if piece is None else u.shard_of(owned, piece) for piece in pieces]
+    # --- the update --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self, units: Sequence[FlatUnit]) -> None:
+        """Update some units' slices and their resident compute-dtype buffers. `measure` comes first."""
+        rows: list[list[Row]] = [[] for _ in self.param_groups]
+        for u in units:
+            if u not in self.stretches:
+                self.stretches[u] = self._stretches(u)
+            for x in self.stretches[u]:
+                grad = self._grad(u, x.piece)[x.cut]
+                rows[x.group].append(
+                    Row(x.master, grad if x.shape is None else grad.view(x.shape), x.states, x.key, x.half)
+                )
+        for found, group in zip(rows, self.param_groups, strict=True):
+            if found:
+                self.rule.update(found, self.scalars, group)
 
     def finish(self) -> None:
         """The step is over."""
         self.measured, self.counted, self.weighted = False, False, None
 
-    @torch.no_grad()
-    def update(self, units: Sequence[FlatUnit]) -> None:
-        """Update some units' slices and their resident compute-dtype buffers. `measure` comes first."""
-        rows = [self._row(u, piece) for u in units for piece in self._pieces(u)]
-        if rows:
-            group = self.param_groups[0]
-            hyper = Hyper(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"])
-            self.math.update(rows, self.scalars, hyper)
+    def _stretches(self, u: FlatUnit) -> list[Stretch]:
+        """What this rank updates of a unit. See [Note: groups] in `planner/states.py`."""
+        foreign = self.wanted.foreign
+        weights = u.flat if u.master is None else u.master
+        assert weights is not None, f"unit {u.name} has neither master nor flat buffer"
+        out = []
+        for piece in self._pieces(u):
+            start, end = (0, u.layout.padded_numel) if piece is None else u.layout.own(piece, u.rank)
+            own = {id(t): self._slice(u, t, piece) for t in (weights, u.flat, *u.states.values()) if t is not None}
+            runs = self._tensors(u) if foreign is not None and foreign.whole_tensors else group_runs(u.placement)
+            for i, (low, high, group) in enumerate(runs):
+                cut = slice(max(low, start) - start, max(min(high, end), start) - start)
+                if cut.start >= cut.stop and foreign is None:
+                    continue
+                shape = u.shapes[i] if foreign is not None and foreign.whole_tensors else None
+                master, half = own[id(weights)][cut], None
+                if u.flat is not None and u.flat is not weights:
+                    half = own[id(u.flat)][cut]
+                if shape is not None:
+                    master, half = master.view(shape), None if half is None else half.view(shape)
+                states = tuple(own[id(t)][cut] for t in u.states.values())
+                self.count += 1
+                out.append(Stretch(piece, cut, group, self.count, master, states, half, shape))
+        return out
+
+    def _tensors(self, u: FlatUnit) -> list[tuple[int, int, int]]:
+        """`(start, end, group)` of each parameter, without padding."""
+        rows = zip(u.layout.entries, u.placement.unit.params, strict=True)
+        return [(entry.offset, entry.end, param.group) for entry, param in rows]
 
     def _pieces(self, u: FlatUnit) -> Sequence[Piece | None]:
         """Slices of a unit that this rank updates: its slice of each piece, or the whole (None) where nothing is
@@ -186,22 +260,52 @@ class ShardedAdamW:
         """
         return u.layout.pieces if shards_states(self.choice) else (None,)
 
+    def _slice(self, u: FlatUnit, tensor: Tensor, piece: Piece | None) -> Tensor:
+        """A rank's slice of one piece in a tensor of full length or of the shard's."""
+        if piece is None:
+            return tensor
+        whole = tensor.numel() == u.layout.padded_numel
+        return u.own(tensor, piece) if whole else u.shard_of(tensor, piece)
+
     def _grad(self, u: FlatUnit, piece: Piece | None) -> Tensor:
         assert u.grad is not None, f"unit {u.name} has no gradient"
-        if piece is None:
-            return u.grad
-        whole = u.grad.numel() == u.layout.padded_numel
-        return u.own(u.grad, piece) if whole else u.shard_of(u.grad, piece)
+        return self._slice(u, u.grad, piece)
 
-    def _row(self, u: FlatUnit, piece: Piece | None) -> Row:
-        assert u.exp_avg is not None and u.exp_avg_sq is not None
-        owned = [u.exp_avg, u.exp_avg_sq] if u.master is None else [u.master, u.exp_avg, u.exp_avg_sq]
-        states = owned if piece is None else [u.shard_of(t, piece) for t in owned]
-        flat = None if u.flat is None else u.flat if piece is None else u.own(u.flat, piece)
-        if u.master is None:
-            assert flat is not None, f"unit {u.name} has neither master nor flat buffer"
-            return Row(flat, self._grad(u, piece), states[0], states[1], None)
-        return Row(states[0], self._grad(u, piece), states[1], states[2], flat)
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    def slices(self, u: FlatUnit, state: str) -> list[Tensor]:
+        """This rank's slices of `grad` or of a state, one for each of `_pieces`."""
+        pieces = self._pieces(u)
+        if state == "grad":
+            return [self._grad(u, piece) for piece in pieces]
+        return [self._slice(u, u.states[state], piece) for piece in pieces]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the first group's rate, and the others' in the proportions that they had at the start."""
+        first = self.base_lrs[0]
+        for group, base in zip(self.param_groups, self.base_lrs, strict=True):
+            group["lr"] = lr if base == first or not first else lr * base / first
+
+    def scalars_to_save(self) -> Mapping[str, Any]:
+        """What a user's optimizer keeps of every slice alike, as numbers."""
+        return {} if self.wanted.foreign is None else self.wanted.foreign.scalars()
+
+    def restore_scalars(self, saved: Mapping[str, Any]) -> None:
+        if self.wanted.foreign is not None:
+            self.wanted.foreign.restore(saved)
+
+    # --- what torch's optimizers have --------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Refused: the engine's step also gathers and keeps count."""
+        raise ZplanError("`optimizer.step()` on the engine's optimizer", "call `engine.step()`")
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own signature
         """Nothing to do: gradients are consumed by the step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: states lie in slices over all ranks."""
+        raise ZplanError(
+            "`optimizer.state_dict()` on sharded states",
+            "save with `engine.save_checkpoint(folder)`; read them in `with zplan.summon(model, optim=True) as whole:`",
+        )

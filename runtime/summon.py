@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from zplan.runtime.engine import Engine
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 @dataclass(frozen=True)
 class Whole:
     """What `summon` gives beside the parameters: full fp32 tensors by parameter name, of trained parameters only."""
@@ -32,7 +29,7 @@ class Whole:
     grads: dict[str, Tensor] = field(default_factory=dict)
     """Mean gradients of the step, before clipping. Filled with `grads=True`."""
     optim: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """`exp_avg` and `exp_avg_sq` of each parameter. Filled with `optim=True`."""
+    """States of each parameter by name: `exp_avg` and `exp_avg_sq` for AdamW. Filled with `optim=True`."""
 
 
 class Summoned:
@@ -49,7 +46,7 @@ class Summoned:
         mine = set(module.parameters())
         # Inside another summon of the same unit the outer one keeps it whole.
         self.units = [u for u in engine.units if mine & set(u.params) and not u.summoned]
-        self.asked = (*(("grad",) if grads else ()), *(MOMENTS if optim else ()))
+        self.asked = (*(("grad",) if grads else ()), *(engine.optimizer.states if optim else ()))
         self.copies: list[Tensor | None] = []
         self.sums: list[int] = []
         self.full: list[tuple[FlatUnit, str, Tensor]] = []
@@ -101,7 +98,7 @@ class Summoned:
     def _gather(self, u: FlatUnit, slices: list[Tensor]) -> Tensor:
         """Every rank's slices of one state, in one full-length fp32 buffer."""
         if not shards_states(self.engine.choice):
-            return slices[0].clone()
+            return slices[0].to(torch.float32, copy=True)
         full = torch.empty(u.layout.padded_numel, dtype=torch.float32, device=self.engine.device)
         pairs = []
         for piece, mine in zip(u.layout.pieces, slices, strict=True):

@@ -43,10 +43,10 @@ class FlatUnit:
         self.shapes = [p.shape for p in placement.unit.params]
         self.slot: Slot | None = None
         self.flat: Tensor | None = None  # 1D, compute dtype, padded_numel; resident units only
-        self.master: Tensor | None = None  # 1D fp32, owned_numel; see [Note: masters] in planner/placement.py
+        self.master: Tensor | None = None  # 1D, owned_numel; see [Note: masters] in planner/placement.py
         self.shard: Tensor | None = None  # 1D, compute dtype, owned_numel; ringed frozen units only
-        self.exp_avg: Tensor | None = None  # 1D fp32, owned_numel
-        self.exp_avg_sq: Tensor | None = None  # 1D fp32, owned_numel
+        self.states: dict[str, Tensor] = {}
+        """The optimizer's, by name: 1D, owned_numel."""
         self.grad: Tensor | None = None  # 1D fp32, the shard or everything, while it lives
         self.views: list[Tensor] = []
         self.placeholders: list[Tensor] = []

@@ -27,6 +27,7 @@ from zplan.planner.ledger import Ledger, Line
 from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
+from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.sentinel import ReducedGradient
 from zplan.runtime.symmetric import outside_bytes
 from zplan.runtime.unit import FlatUnit
@@ -34,8 +35,8 @@ from zplan.runtime.unit import FlatUnit
 ACTIVATIONS = "act"
 """Name under which the walk puts what no owner holds."""
 
-WORKSPACES = (CUBLAS, CUBLASLT)
-"""The only overheads that lie inside torch's allocator."""
+WORKSPACES = (CUBLAS, CUBLASLT, "shared.tables")
+"""What torch takes from its allocator for itself: the only overheads in there, and tables of symmetric memory."""
 
 BACKWARD = "backward"
 """Birth of everything that backward made."""
@@ -97,17 +98,27 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         yield f"grads.{name}", tensor
     if engine.checkpoints.snapshot is not None:
         yield "save.snapshot", engine.checkpoints.snapshot
-    yield "optim.scalars", engine.optimizer.scalars.buffer
-    if engine.optimizer.scaler is not None:
-        yield "optim.loss_scale", engine.optimizer.scaler.buffer
-    if engine.optimizer.table is not None:
-        yield "optim.table", engine.optimizer.table
-    yield "optim.norms", engine.optimizer.norms
+    if engine.collectives.handshake is not None:
+        yield "comm.handshake", engine.collectives.handshake
+    yield from _step_tensors(engine.optimizer)
     slot = engine.reducer.slot if engine.reducer.shared is None else engine.reducer.shared.buffer
     if slot is not None:
         yield "grads.slot", slot
     if engine.reducer.received is not None:
         yield "grads.received", engine.reducer.received
+
+
+def _step_tensors(optimizer: ShardedOptimizer) -> Iterator[tuple[str, Tensor]]:
+    """What the step keeps beside the units' states."""
+    yield "optim.scalars", optimizer.scalars.buffer
+    yield "optim.norms", optimizer.partial
+    if optimizer.scaler is not None:
+        yield "optim.loss_scale", optimizer.scaler.buffer
+    for name, tensor in (("table", optimizer.table), ("scratch", optimizer.scratch)):
+        if tensor is not None:
+            yield f"optim.{name}", tensor
+    if optimizer.wanted.foreign is not None:
+        yield from optimizer.wanted.foreign.tensors()
 
 
 def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Tensor]]:
@@ -118,10 +129,10 @@ def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Te
             yield f"grads.{name}", p.grad
     for summed in u.summed_grads.values():
         yield f"grads.{name}", summed
-    for attribute in ("master", "exp_avg", "exp_avg_sq"):
-        tensor = getattr(u, attribute)
-        if tensor is not None:
-            yield f"optim.{attribute}.{name}", tensor
+    if u.master is not None:
+        yield f"{'optim.master' if u.placement.has_master else 'params.shard'}.{name}", u.master
+    for state, tensor in u.states.items():
+        yield f"optim.{state}.{name}", tensor
     if u.flat is not None:
         yield f"params.{'frozen.whole' if u.placement.frozen else 'flat'}.{name}", u.flat
     if u.shard is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -57,7 +58,7 @@ def mark_phases(  # noqa: C901  (four small hooks)
     it comes.
     """
     retained: list[Tensor] = []
-    summed: dict[nn.Parameter, Tensor] = {}
+    summed: dict[int, Tensor] = {}
 
     def recomputing() -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -86,7 +87,7 @@ def mark_phases(  # noqa: C901  (four small hooks)
                 retained.clear()
                 registry.enter(f"reduce.{name}")
                 missing[0] = len(params)
-                retained.extend(summed.pop(p, p.grad) for p in params if keep)
+                retained.extend(summed.pop(id(p), p.grad) for p in params if keep)
                 for p in params:
                     p.grad = None
                 if params[0] is first:
@@ -107,7 +108,7 @@ def mark_phases(  # noqa: C901  (four small hooks)
         for p in params:
             p.register_post_accumulate_grad_hook(hook)
             if name == "head":
-                give_gradient_to(p, lambda grad, p=p: summed.update({p: grad}))
+                give_gradient_to(p, partial(summed.__setitem__, id(p)))
 
 
 class AllocatorMeter:

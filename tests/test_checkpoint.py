@@ -17,6 +17,8 @@ from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize
 
+STATES = ("weight", "exp_avg", "exp_avg_sq")
+
 GLOBAL_BATCH = 24
 UNEVEN = replace(w.LLAMA, layers=3, hidden=40, heads=2, kv_heads=1, head_dim=20, ffn=72, vocab=67)
 """Sizes that no world size divides."""
@@ -48,7 +50,7 @@ def go(engine: Engine, steps: int, arch: Any = UNEVEN) -> dict[str, Any]:
 
 
 def masters(engine: Engine) -> dict[str, Any]:
-    return {f"{u.name}.{s}": getattr(u, s).clone().numpy() for u in engine.units for s in ("exp_avg", "exp_avg_sq")}
+    return {f"{u.name}.{s}": u.states[s].clone().numpy() for u in engine.units for s in ("exp_avg", "exp_avg_sq")}
 
 
 def whole(engine: Engine) -> dict[str, Any]:

@@ -75,7 +75,9 @@ def test_a_disk_that_fills_up_is_named_and_leaves_the_old_one(tmp_path, monkeypa
     engine.save_checkpoint(tmp_path, "good")
     engine.wait_for_checkpoint()
     full_disk(monkeypatch)
-    with pytest.raises(ZplanError, match=r"rank00000.safetensors` can't be written: No space left") as caught:
+    with pytest.raises(
+        ZplanError, match=r"rank00000.safetensors` can't be written: No space left.* at `\w+\|.*`"
+    ) as caught:
         engine.save_checkpoint(tmp_path, "bad")
         engine.wait_for_checkpoint()
     assert "earlier checkpoints are untouched" in caught.value.hint
@@ -386,7 +388,7 @@ def test_damage_is_named_and_the_older_one_is_taken(engine, two, capsys, what):
     damage(two / "global_step2")
     with pytest.raises(ZplanError, match=message) as caught:
         engine.load_checkpoint(two)
-    assert caught.value.hint or "no checkpoint" in caught.value.message
+    assert "--resume auto" in caught.value.hint
     path, _ = engine.load_checkpoint(two, resume="auto")
     assert path == str(two / "global_step1") and engine.global_steps == 1
     said = capsys.readouterr().err

@@ -143,11 +143,13 @@ def test_what_is_left_out_has_deepspeeds_meaning():
         ),
         ({"communication_data_type": "fp16"}, "`communication_data_type`", ""),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer `OneBitAdam` is not built yet", "AdamW"),
-        ({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, "`momentum` of `params`", "betas"),
         ({"optimizer": {"type": "AdmW"}}, "unknown optimizer `AdmW`", "`adamw`"),
         ({"optimizer": {"params": {}}}, "has no `type`", "AdamW"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "clips nothing", "gradient_clipping"),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "`adam_w_mode`", "decoupled"),
+        ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}, "`adam_w_mode`", "decouples"),
+        ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "`nesterov`", "0.9"),
+        ({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}}, "`betas`", ""),
+        ({"optimizer": {"type": "Lion"}, "zplan": {"optimizer": "adagrad"}}, "is of lion", "drop one"),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "`betas`", "two numbers"),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "`betas`", "below 1"),
         ({"zplan": {"ring_slots": 1}}, "`ring_slots`", "at least 2"),
@@ -230,8 +232,8 @@ def test_auto_is_settled_and_told():
         "betas": (0.9, 0.999),
         "eps": 1e-8,
         "weight_decay": 0.1,
-        "stage": 2,
         "optimizer": "adamw",
+        "stage": 2,
     }
     assert sum('is "auto"' in n for n in notes) == 11
     assert any("`train_batch_size`" in n and "zplan chooses" in n for n in notes)
@@ -336,3 +338,25 @@ def test_live_parameters_are_a_line_of_the_plans_ledger(own):
     assert 3 * 3_540_096 < 11_000_000 < 4 * 3_540_096, "three blocks of this model"
     assert plan.choice.ring_slots == (own or 3) and len(plan.ledger.line("params.ring.block").spans) == (own or 3)
     assert plan.training.max_live is None and plan.settings == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "own", "name", "values"),
+    [
+        ("AdamW", {"betas": [0.8, 0.9]}, None, "adamw", {"betas": (0.8, 0.9)}),
+        ("Adam", {"adam_w_mode": False}, None, "adam", {"betas": (0.9, 0.999)}),
+        ("SGD", {"lr": 0.1, "momentum": 0.5, "nesterov": True}, None, "sgd-momentum", {"momentum": 0.5}),
+        ("sgd", {"lr": 0.1}, None, "sgd", {"momentum": 0.0}),
+        ("Lion", {"lr": 0.1}, None, "lion", {"betas": (0.9, 0.99)}),
+        ("Adagrad", {"lr": 0.1, "eps": 1e-6}, None, "adagrad", {"eps": 1e-6}),
+        ("AdamW", {}, "adamw-bf16", "adamw-bf16", {"lr": 1e-3}),
+    ],
+)
+def test_optimizers_are_read_and_written_back(kind, params, own, name, values):
+    block = {**ONE, "optimizer": {"type": kind, "params": params}, "zplan": {} if own is None else {"optimizer": own}}
+    c = from_mapping(block, world_size=8)
+    assert c.optimizer == name and {k: getattr(c, k) for k in values} == values
+    written = to_mapping(c, largest_block_numel=100)
+    again = from_mapping({**written, "zplan": {"optimizer": name}}, world_size=8)
+    assert again.optimizer == name and again.nesterov == c.nesterov
+    assert {k: getattr(again, k) for k in values} == values

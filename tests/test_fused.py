@@ -108,3 +108,7 @@ def test_what_is_not_there_is_refused():
         Decoder(LLAMA, cross_entropy="chunked")
     with pytest.raises(ZplanError, match="no fused kernels for blocks of the gpt2 family"):
         Decoder(GPT2, kernels="fused")
+    with pytest.raises(ZplanError, match="no fused kernels for blocks of model_type `gpt2`"):
+        predict(GPT2, replace(choose(3, 10), kernels="fused"))
+    with pytest.raises(ZplanError, match="exclude each other"):
+        predict(LLAMA, replace(choose(3, 10), kernels="fused", compile=True))

@@ -107,7 +107,7 @@ def states(name: str, **changes) -> dict[str, int]:
 )
 def test_bytes_a_parameter(name, rates):
     found = states(name)
-    small = ("optim.scalars", "optim.norms", "optim.table", "optim.workspace")
+    small = ("optim.scalars", "optim.norms", "optim.table", "optim.workspace", "optim.scratch")
     kept = {k: v for k, v in found.items() if k.startswith("optim.") and k not in small}
     assert kept == {k: v * found["P"] for k, v in rates.items()}
     nominal = KINDS[name].nominal + (4 if KINDS[name].master else 0)
@@ -140,14 +140,14 @@ def test_gradients_in_bf16_are_half():
 
 
 def test_words():
-    assert find_kind("Adam").name == "adamw" and find_kind("adamw_8bit").name == "adamw8bit"
+    assert find_kind("Adam").name == "adam" and find_kind("adamw_8bit").name == "adamw8bit"
     with pytest.raises(ZplanError, match="`--optimizer lionn` is unknown") as caught:
         find_kind("lionn")
     assert caught.value.hint == "did you mean `lion`?"
 
 
 @pytest.mark.parametrize(
-    ("asked", "key"), [({"optimizer": "lion"}, "--optimizer lion"), ({"reduce_dtype": "bf16"}, "--reduce-dtype bf16")]
+    ("asked", "key"), [({"optimizer": "lamb"}, "--optimizer lamb"), ({"reduce_dtype": "bf16"}, "--reduce-dtype bf16")]
 )
 def test_what_cannot_run_is_marked_in_table_json_and_plan_and_refused(asked, key, tmp_path):
     found = zplan.estimate(SPEC, **ASKED, **asked)

@@ -134,7 +134,11 @@ QUESTION = (
     click.option("--offload", metavar="TO", help="Of the optimizer: none, cpu or nvme.  [default: none]"),
     click.option("--offload-params", metavar="TO", help="Of parameters, stage 3: none, cpu or nvme.  [default: none]"),
     click.option("--offload-ratio", type=float, metavar="SHARE", help="Of the elements, 0 to 1.  [default: 1]"),
-    click.option("--optimizer", metavar="NAME", help="adamw; sgd, lion, muon, ... as estimates.  [default: adamw]"),
+    click.option(
+        "--optimizer",
+        metavar="NAME",
+        help="adamw, adam, sgd, lion, adagrad, ...; others as estimates.  [default: adamw]",
+    ),
     click.option("--accumulation", type=int, metavar="N", help="Micro-steps per optimizer step.  [default: 1]"),
     click.option("--micro-batch", type=int, metavar="N", help="Sequences per GPU and micro-step.  [default: 1]"),
     click.option("--global-batch", type=int, metavar="N", help="Sequences per optimizer step over all GPUs."),
