@@ -25,7 +25,6 @@ def deepspeed_config(config: Mapping[str, Any], choice: Choice) -> dict[str, Any
     zero = {
         **config["zero_optimization"],
         **{f.name: getattr(z, f.name) for f in fields(ZeroSizes) if f.name != "pin_memory"},
-        "overlap_comm": z.overlap_comm and choice.stage > 0,
         "allgather_bucket_size": z.reduce_bucket_size,
         "stage3_param_persistence_threshold": z.stage3_param_persistence_threshold,
         "offload_optimizer": _place(off.optimizer, z),

@@ -121,7 +121,7 @@ def test_what_is_frozen_is_neither_reduced_nor_updated():
     trained = sum(u.numel for u in FROZEN.units if not u.frozen)
     moved = traffic(FROZEN, Choice(2, n, accumulation=3))
     assert moved.gather_bytes == pytest.approx(2 * trained * (n - 1) / n, rel=0.05)
-    assert moved.reduce_bytes == pytest.approx(3 * 4 * trained * (n - 1) / n, rel=0.05)
+    assert moved.reduce_bytes == pytest.approx(3 * 2 * trained * (n - 1) / n, rel=0.05)
     # A frozen ring is gathered like any other: 5 blocks up, 3 down.
     ring = traffic(FROZEN, Choice(3, n)).gather_bytes - traffic(FROZEN, Choice(1, n)).gather_bytes
     assert ring == 8 * 2 * traffic_share(FROZEN, n)
@@ -205,7 +205,7 @@ def test_stages_beside_each_other():
     spec = SHAPES["1.3b"]
     slow = [timed(spec, Choice(s, 16, 1, 8), nodes=16, network=10**9) for s in range(4)]
     assert slow[1].total < slow[0].total < slow[2].total < slow[3].total
-    assert slow[2].reduces > 4 * slow[1].reduces
+    assert slow[2].reduces > 3 * slow[1].reduces
     one = timed(spec, Choice(3, 1))
     assert one.gathers == one.reduces == one.hidden == 0
 
