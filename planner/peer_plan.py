@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from zplan.planner.config import Choice, Offload, ZeroSizes
+from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError
 from zplan.planner.peer_rules import NAMES
 from zplan.planner.reading import check_keys, refuse_type
@@ -24,7 +25,6 @@ def deepspeed_config(config: Mapping[str, Any], choice: Choice) -> dict[str, Any
     zero = {
         **config["zero_optimization"],
         **{f.name: getattr(z, f.name) for f in fields(ZeroSizes) if f.name != "pin_memory"},
-        "overlap_comm": z.overlap_comm and choice.stage > 0,
         "allgather_bucket_size": z.reduce_bucket_size,
         "stage3_param_persistence_threshold": z.stage3_param_persistence_threshold,
         "offload_optimizer": _place(off.optimizer, z),
@@ -96,3 +96,34 @@ def refuse_format(choice: Choice, form: str) -> None:
 def told(choice: Choice) -> str:
     """A note on an emitted file."""
     return f"the ledger is that of {NAMES[choice.runtime]} with these sizes"
+
+
+def read_sizes(config: Mapping[str, Any], source: str) -> ZeroSizes:
+    """DeepSpeed's own sizes as a config says them; what it leaves out, or leaves to a trainer, is DeepSpeed's default.
+
+    Raises
+    ------
+    ZplanError
+        Where gradients are accumulated in a dtype that is not counted.
+    """
+    accumulated = dict(config.get("data_types") or {}).get("grad_accum_dtype")
+    if accumulated is not None:
+        raise ZplanError(
+            f"`grad_accum_dtype` of `{source}` is {accumulated}, and DeepSpeed is counted with the compute dtype alone",
+            "leave `data_types` out, or use --runtime zplan",
+        )
+    block = {UNPREFIXED.get(key, key): value for key, value in dict(config.get("zero_optimization") or {}).items()}
+    found: dict[str, Any] = {}
+    for item in fields(ZeroSizes):
+        value = block.get(item.name)
+        if value is None or value == "auto" or item.name == "pin_memory":
+            continue
+        pattern = getattr(ZeroSizes(), item.name)
+        whole = value if isinstance(value, bool) or not isinstance(value, float) else int(value)
+        _same_type(item.name, f"`zero_optimization` of `{source}`", whole, pattern)
+        found[item.name] = whole
+    for key in ("offload_optimizer", "offload_param"):
+        inner = block.get(key)
+        if isinstance(inner, Mapping) and isinstance(inner.get("pin_memory"), bool):
+            found["pin_memory"] = inner["pin_memory"]
+    return ZeroSizes(**found)

@@ -188,8 +188,11 @@ def _read_other(
     config = {**plain(want_object("config", where, document["config"])), "zplan": own}
     training = from_mapping(config, world_size=choice.world_size, source=f"config of {where}")
     shared = {n: getattr(choice, n) for n in set(_names(Choice)) & set(_names(TrainingConfig))}
-    # As in a plan of zplan's own: a size to gather ahead was written, not asked for.
-    return replace(training, **shared, given=frozenset(), notes=(), prefetch_numel=None), choice
+    given = frozenset(_strings("settings", where, document["settings"])) & frozenset(FREE)
+    # DeepSpeed's own sizes are in the choice; zplan's are only there where they were asked for.
+    ahead = training.prefetch_numel if "prefetch_numel" in given else None
+    overlap = training.overlap or "overlap" not in given
+    return replace(training, **shared, given=given, notes=(), prefetch_numel=ahead, overlap=overlap), choice
 
 
 def _read_decision(value: Any, where: str) -> Decision:

@@ -21,6 +21,7 @@ from zplan.planner.config import (
     Runtime,
     Saving,
     Transport,
+    ZeroSizes,
 )
 from zplan.planner.cost import Goal
 from zplan.planner.errors import ZplanError, did_you_mean
@@ -182,6 +183,8 @@ def make_request(given: Mapping[str, Any]) -> Request:
     tuning = _tuning(given)
     if {"runtime", *PARALLEL} & set(fixed):
         check_request(fixed)
+        if fixed.get("runtime") == "deepspeed" and "config" in given:
+            fixed["zero"] = _sizes(given["config"])
         if tuning is not None and fixed.get("runtime", "zplan") != "zplan":
             raise ZplanError(f"`--lora` is not counted with --runtime {fixed['runtime']}", "use --runtime zplan")
     return Request(
@@ -205,6 +208,16 @@ def make_request(given: Mapping[str, Any]) -> Request:
         asked=asked,
         notes=notes,
     )
+
+
+def _sizes(config: str | os.PathLike[str] | Mapping[str, Any]) -> ZeroSizes:
+    """DeepSpeed's own sizes, as its config says them."""
+    from zplan.planner.peer_plan import read_sizes
+    from zplan.planner.relaxed import read_config
+
+    if isinstance(config, Mapping):
+        return read_sizes(config, "config")
+    return read_sizes(read_config(config)[0], os.path.basename(os.fspath(config)))
 
 
 def _settle_checkpointing(fixed: dict[str, Any], fixed_by: dict[str, str]) -> None:

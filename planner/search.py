@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 STAGES = (0, 1, 2, 3)
 TRAINING = (
     *("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded"),
-    *("runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz"),
+    *("runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz", "zero"),
 )
 """Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
 POSITION_TABLES = ("gpt2", "opt", "bert", "vit")

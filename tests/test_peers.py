@@ -396,3 +396,17 @@ def test_the_answer_says_whose_buffers_are_counted():
     assert "FSDP2: GiB of one GPU" in text and "ring-slots" not in text
     document = json.loads(e.to_json())
     assert [s["runtime"] for s in document["stages"]] == ["fsdp2", "fsdp2"] and document["one_gpu"]["world_size"] == 1
+
+
+def test_a_config_says_deepspeeds_sizes():
+    """Every size that a config names is the one that is counted."""
+    zero = {"stage": 2, "reduce_bucket_size": 2e8, "overlap_comm": False, "stage3_max_live_parameters": 3e7}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    e = zplan.estimate("llama-3.2-1b", gpus=4, mem=80, runtime="deepspeed", config=config)
+    expected = ZeroSizes(200_000_000, overlap_comm=False, stage3_max_live_parameters=30_000_000)
+    assert e.row.choice.zero == expected
+    bucket = e.row.ledger.line("grads.ipg")
+    assert (bucket.nbytes, bucket.count) == (2 * 200_000_000, 1)
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    with pytest.raises(ZplanError, match="`grad_accum_dtype` of `config` is fp32"):
+        zplan.estimate("llama-3.2-1b", gpus=4, mem=80, runtime="deepspeed", config=config)
