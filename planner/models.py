@@ -131,6 +131,11 @@ class ModelSpec:
         return sum(u.numel for u in self.units)
 
     @property
+    def num_held(self) -> int:
+        """Elements as a module's parameters hold them: of 4 bits two in one byte."""
+        return sum(-(-p.numel // 2) if u.quantized else p.numel for u in self.units for p in u.params)
+
+    @property
     def num_trained(self) -> int:
         """Parameters that have gradients and optimizer states."""
         return sum(u.numel for u in self.units if not u.frozen)

@@ -49,11 +49,11 @@ def _model_limits(spec: ModelSpec) -> Iterator[Limit]:
     if spec.arch is not None and not spec.arch.runnable:
         why = "zplan has no decoder of its own for it"
         yield Limit("model_type", spec.arch.family, why, "train it by your own script, with zplan.initialize")
-    if spec.adapters is not None and spec.adapters.quantized:
-        yield Limit("--qlora", "nf4", "zplan takes no weights of 4 bits", "leave --qlora out")
-    elif spec.adapters is not None:
+    if spec.adapters is not None:
         why = "zplan's own decoders have no adapters; a module that has some trains through zplan.initialize"
         instead = "zplan run plan.json train.py, where train.py builds the module with its adapters"
+        if spec.adapters.quantized:
+            yield Limit("--qlora", "nf4", why, instead)
         yield Limit("--lora", str(spec.adapters.rank), why, instead)
 
 

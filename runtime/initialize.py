@@ -163,9 +163,10 @@ def _check_plan(plan: Any, model: nn.Module, mesh: Mesh) -> None:
             "plan again with `--gpus` set to this job's ranks",
         )
     have = sum(p.numel() for p in dict.fromkeys(model.parameters()))
-    if plan.spec.num_params != have:
+    if plan.spec.num_held != have:
+        packed = ", two of 4 bits counted as one" if plan.spec.num_held != plan.spec.num_params else ""
         raise ZplanError(
-            f"the plan is for {plan.spec.num_params:,} parameters, this model has {have:,}",
+            f"the plan is for {plan.spec.num_held:,} parameters{packed}, this model has {have:,}",
             "plan for this model, or pass a config without a model",
         )
 

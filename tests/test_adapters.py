@@ -236,6 +236,17 @@ def test_a_plan_with_adapters_comes_back_and_is_for_scripts(tmp_path):
     with pytest.raises(ZplanError, match="`--lora 8` is estimate only"):
         look(tmp_path / "plan.json")
     assert look(tmp_path / "plan.json", script=True)[0] == plan
+    packed = zplan.plan("smollm2-135m", **ASKED, qlora=True)
+    (tmp_path / "packed.json").write_text(packed.to_json())
+    with pytest.raises(ZplanError, match="`--qlora nf4` is estimate only"):
+        look(tmp_path / "packed.json")
+    assert look(tmp_path / "packed.json", script=True)[0] == packed
+
+
+def test_a_module_holds_two_elements_of_four_bits_in_one():
+    whole, packed = adapted(LLAMA, "all-linear"), adapted(LLAMA, "all-linear", quantized=True)
+    linear = sum(p.numel for u in packed.units if u.quantized for p in u.params)
+    assert linear and whole.num_held == whole.num_params == packed.num_params == packed.num_held + linear // 2
 
 
 def test_the_answer_says_what_is_trained():
