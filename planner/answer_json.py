@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
 from zplan.planner.ledger import Kind, Ledger, Line, Tier
-from zplan.planner.models import architecture_values
+from zplan.planner.models import adapter_values, architecture_values
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK, runtime_rate
 from zplan.planner.writing import render
@@ -40,7 +40,9 @@ def estimate_json(e: Estimate) -> str:
             "source": e.model.source,
             "assumed": e.model.assumed,
             "num_params": e.model.num_params,
-            "shape_num_params": e.model.spec.num_params,
+            "shape_num_params": e.model.shape_params,
+            "trained_num_params": e.model.reckoned_params,
+            "adapters": adapter_values(e.model.spec.adapters),
             "architecture": architecture_values(arch),
             "num_active_params": e.model.spec.num_active,
             "estimate_only": not arch.runnable,

@@ -117,13 +117,15 @@ class Estimate:
 
     def textbook(self) -> tuple[int, ...]:
         """Bytes of model states by stage, as textbooks count them."""
-        return tuple(textbook_states(self.model.num_params, s, self.hardware.world_size) for s in STAGES)
+        m, n = self.model, self.hardware.world_size
+        frozen = m.frozen_bytes(2)
+        return tuple(textbook_states(m.reckoned_params, s, n) + -(-frozen // (n if s == 3 else 1)) for s in STAGES)
 
     def textbook_traffic(self) -> tuple[int, ...]:
         """Bytes sent per step by stage, as textbooks count them, for the accumulation of each row."""
         return tuple(
             textbook_traffic(
-                self.model.num_params, s, world_size=self.hardware.world_size, accumulation=r.choice.accumulation
+                self.model.reckoned_params, s, world_size=self.hardware.world_size, accumulation=r.choice.accumulation
             )
             for s, r in zip(STAGES, map(self.row_of, STAGES), strict=True)
         )
@@ -167,8 +169,12 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     seq: int | None = None,
     precision: str | None = None,
     checkpointing: str | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_offload: bool = False,
     attention: str | None = None,
+    cross_entropy: str | None = None,
     reduce_dtype: str | None = None,
+    padded: bool = False,
     device: str | None = None,
     compile: bool = False,  # noqa: A002 - the option's name
     saving: str | None = None,
@@ -179,6 +185,10 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     hpz: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
+    lora: int | None = None,
+    lora_targets: str | None = None,
+    lora_embeddings: bool = False,
+    qlora: bool = False,
 ) -> Estimate:
     """Say whether a training fits and how zplan would run it.
 
@@ -216,12 +226,21 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Share of the elements that is offloaded, the first units of the schedule.
     optimizer
         A name of `planner/optimizers.py`: what zplan does not step with is answered as `estimate only`.
+    checkpoint_every, checkpoint_offload
+        Blocks in one checkpointed segment; whether a segment's input waits in host memory.
+    cross_entropy
+        `plain` from whole logits in fp32, `bf16` from them as they are, `chunked` or `fused` without whole ones.
+    padded
+        Sequences are padded to `seq` and attention takes a mask; otherwise they are packed, and none is needed.
     reduce_dtype
         `fp32` or `bf16`: in which gradients are reduced and accumulated.
     config
         A DeepSpeed config, a path or a mapping; fixes what it names.
     offline
         Never touch the network.
+    lora, lora_targets, lora_embeddings, qlora
+        Freeze the model and train adapters of this rank beside its linear maps: `q,v`, `attention`, `all-linear` or
+        names with commas; embedding and head in full beside them; the frozen linear maps in 4 bits.
 
     Examples
     --------
@@ -319,9 +338,18 @@ def _with_ring(request: Request, model: Model) -> Request:
     return replace(request, settings=settings, fixed={**request.fixed, "ring_slots": slots}, fixed_by=fixed_by)
 
 
+def _tuned(model: Model, request: Request) -> Model:
+    """The model with the adapters that were asked for."""
+    if request.tuning is None:
+        return model
+    from zplan.planner.adapters import adapted_model
+
+    return adapted_model(model, request.tuning)
+
+
 def open_search(request: Request, *, remainder: bool) -> Search:
     """The model and the machine of a request."""
-    model = model_from(request.model, request.params, offline=request.offline)
+    model = _tuned(model_from(request.model, request.params, offline=request.offline), request)
     request = _with_ring(request, model)
     hardware = hardware_from(
         gpus=request.gpus,
@@ -341,7 +369,10 @@ def _notes(search: Search) -> tuple[str, ...]:
     long: tuple[str, ...] = ()
     if search.seq > limit and not search.model.assumed:
         long = (f"--seq {search.seq} is longer than what `{search.model.spec.name}` is made for, {limit} tokens",)
-    return (*search.request.notes, *search.hardware.notes, *search.model.notes, *long)
+    padded: tuple[str, ...] = ()
+    if search.request.get("padded"):
+        padded = (f"the worst batch counts: every sequence is taken as padded to {search.seq} tokens, loss included",)
+    return (*search.request.notes, *search.hardware.notes, *search.model.notes, *long, *padded)
 
 
 def plan(  # noqa: PLR0913 - as `estimate`
@@ -372,8 +403,12 @@ def plan(  # noqa: PLR0913 - as `estimate`
     seq: int | None = None,
     precision: str | None = None,
     checkpointing: str | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_offload: bool = False,
     attention: str | None = None,
+    cross_entropy: str | None = None,
     reduce_dtype: str | None = None,
+    padded: bool = False,
     device: str | None = None,
     compile: bool = False,  # noqa: A002 - the option's name
     saving: str | None = None,
@@ -384,6 +419,10 @@ def plan(  # noqa: PLR0913 - as `estimate`
     hpz: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
+    lora: int | None = None,
+    lora_targets: str | None = None,
+    lora_embeddings: bool = False,
+    qlora: bool = False,
 ) -> Plan:
     """Choose as `estimate` does and return the plan that `zplan run` and `zplan.initialize` take.
 
@@ -435,7 +474,7 @@ def make_plan(request: Request) -> Plan:
     notes = _notes(search)
     if search.model.assumed:
         missing, asked = search.model.missing_params, search.model.num_params
-        count = f"{search.model.spec.num_params:,} parameters, {format_percent(missing, asked)} fewer than asked"
+        count = f"{search.model.shape_params:,} parameters, {format_percent(missing, asked)} fewer than asked"
         notes = (*notes, f"the plan is for the assumed shape itself: {count}")
     return Plan(
         asked=dict(request.asked),

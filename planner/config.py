@@ -105,6 +105,8 @@ class Choice:
     """Blocks in one checkpointed segment."""
     checkpoint_offload: bool = False
     """Inputs of checkpointed segments wait in host memory."""
+    padded: bool = False
+    """Sequences are padded to `seq` rather than packed: a mask says which tokens count, and attention takes it."""
     offload: Offload = Offload()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1

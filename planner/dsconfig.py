@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
@@ -16,6 +16,7 @@ from zplan.planner.config import (
     Attention,
     Checkpointing,
     Choice,
+    CrossEntropy,
     Kernels,
     Offload,
     Place,
@@ -42,9 +43,6 @@ from zplan.planner.schedules import Schedule, read_schedule
 
 REDUCE_DTYPES = ("fp32", "bf16")
 """dtypes in which gradients may be reduced."""
-
-Loss = Literal["plain", "fused"]
-"""Kinds of cross-entropy that the built-in decoder has."""
 
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
@@ -94,6 +92,12 @@ class TrainingConfig:
     max_live: int | None = None
     """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
+    checkpoint_every: int = 1
+    """Blocks in one checkpointed segment."""
+    checkpoint_offload: bool = False
+    """Inputs of checkpointed segments wait in host memory."""
+    padded: bool = False
+    """Sequences are padded to `seq`, and attention takes a mask."""
     attention: Attention = "sdpa"
     compile: bool = False
     """Each block's `forward` goes through `torch.compile`."""
@@ -101,7 +105,7 @@ class TrainingConfig:
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
     """None: copies where every GPU of the one host can read the others' memory, collectives elsewhere."""
-    cross_entropy: Loss = "plain"
+    cross_entropy: CrossEntropy = "plain"
     """`fused`: the built-in decoder's head and loss in one, without whole logits."""
     kernels: Kernels = "torch"
     """`fused`: norms, gates and rotary embeddings of the built-in decoder by zplan's own kernels."""
@@ -135,19 +139,10 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
     return max(2, min(max_live // max(blocks, default=1), len(blocks)))
 
 
-_EXTRA_INTS = ("ring_slots", "seq")
-EXTRAS = (
-    *_EXTRA_INTS,
-    "checkpointing",
-    "attention",
-    "cross_entropy",
-    "kernels",
-    "compile",
-    "reduce",
-    "transport",
-    "saving",
-    "optimizer",
-)
+_EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
+_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
+_EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
+EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -431,17 +426,18 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     words = {
         "checkpointing": Checkpointing,
         "attention": Attention,
-        "cross_entropy": Loss,
+        "cross_entropy": CrossEntropy,
         "kernels": Kernels,
         "reduce": Reduce,
         "transport": Transport,
         "saving": Saving,
     }
-    if "compile" in block:
-        found["compile"] = want_bool("compile", where, block["compile"])
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))
     if "optimizer" in block:
         name_optimizer(block["optimizer"], where, found)
+    for name in _EXTRA_FLAGS:
+        if name in block:
+            found[name] = want_bool(name, where, block[name])
     return ()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zplan.planner.emit_scripts import fsdp2_script, slurm_script
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.runnable import limits
 from zplan.planner.writing import render
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ def emit(plan: Plan, form: str) -> tuple[str, tuple[str, ...]]:
         from zplan.planner.peer_plan import refuse_format
 
         refuse_format(plan.choice, form)
+    for limit in limits(plan.choice, plan.spec) if plan.choice.runtime == "zplan" else ():
+        if form != "zplan" and limit.key not in ("--optimizer", "--reduce-dtype"):
+            raise ZplanError(f"`{limit.words}` has no words in the format `{form}`", limit.instead)
     return _WRITERS[form](plan)
 
 

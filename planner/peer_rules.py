@@ -19,9 +19,12 @@ PARALLEL = {"tensor_parallel": "--tp", "pipeline_parallel": "--pp", "context_par
 
 UNCOUNTED = {
     "optimizer": ("--optimizer", "adamw"),
-    "cross_entropy": ("--cross-entropy", "plain"),
-    "checkpoint_every": ("`checkpoint_every`", 1),
-    "checkpoint_offload": ("`checkpoint_offload`", False),
+    "cross_entropy": ("--loss", "plain"),
+    "checkpoint_every": ("--checkpoint-every", 1),
+    "checkpoint_offload": ("--checkpoint-offload", False),
+    "padded": ("--padded", False),
+    "compile": ("--compile", False),
+    "kernels": ("`kernels`", "torch"),
 }
 """Counted for zplan's runtime alone: field -> its flag, and the one value that other runtimes are counted with."""
 
@@ -73,9 +76,11 @@ def check_request(fixed: Mapping[str, Any]) -> None:
 def _check_features(fixed: Mapping[str, Any], runtime: str, name: str) -> None:
     for field, (flag, counted) in UNCOUNTED.items():
         if fixed.get(field, counted) != counted:
-            raise ZplanError(
-                f"`{flag} {fixed[field]}` is not counted with --runtime {runtime}", f"use {counted}, or --runtime zplan"
-            )
+            word = flag if fixed[field] is True else f"{flag} {fixed[field]}"
+            instead = "leave it out" if counted is False else f"use {counted}"
+            raise ZplanError(f"`{word}` is not counted with --runtime {runtime}", f"{instead}, or --runtime zplan")
+    if fixed.get("checkpointing") == "selective":
+        raise ZplanError(f"`--checkpointing selective` is not counted with --runtime {runtime}", "use none or full")
     offload = fixed.get("offload", Offload())
     if offload != Offload() and runtime != "deepspeed":
         raise ZplanError(

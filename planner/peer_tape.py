@@ -15,8 +15,9 @@ stage 0 leaves them where they are; until its unit is done a gradient is counted
 from __future__ import annotations
 
 from zplan.planner.aten import FP32, INT64, Aten, DeviceTable
-from zplan.planner.config import ITEMSIZE, Attention, Checkpointing, Precision, Runtime
-from zplan.planner.families import BLOCKS, Block, DecoderTape, Params, StepTape, attend
+from zplan.planner.config import ITEMSIZE, Attention, Precision, Runtime
+from zplan.planner.families import BLOCKS, Block, DecoderTape, Params, Recipe, StepTape, attend
+from zplan.planner.losses import cross_entropy
 from zplan.planner.models import Architecture, Unit
 from zplan.planner.tape import Tape, Value
 
@@ -32,16 +33,21 @@ def tape_for(runtime: Runtime, units: tuple[Unit, ...], *, in_place_accumulation
     return Tape(in_place_accumulation=in_place_accumulation, retention="none")
 
 
-def steps_for(
-    make: type[StepTape], tape: Tape, table: DeviceTable, runtime: Runtime, arch: Architecture, precision: Precision
+def steps_for(  # noqa: PLR0913  (what a step is made of)
+    make: type[StepTape],
+    tape: Tape,
+    table: DeviceTable,
+    runtime: Runtime,
+    arch: Architecture,
+    units: tuple[Unit, ...],
+    precision: Precision,
+    recipe: Recipe,
 ) -> StepTape:
     """The step of a model under a runtime: `make` unless that is zplan's decoder. DDP keeps fp32 and autocasts."""
-    from zplan.planner.models import decoder_units
-
     autocast = runtime == "ddp" and precision != "fp32"
     op = AutocastAten(tape, table, ITEMSIZE[precision]) if autocast else Aten(tape, table)
     cls = UsualTape if make is DecoderTape else make
-    return cls(op, arch, decoder_units(arch), FP32 if autocast else ITEMSIZE[precision])
+    return cls(op, arch, units, FP32 if autocast else ITEMSIZE[precision], recipe)
 
 
 def rotate_heads(op: Aten, x: Value, cos: Value, sin: Value) -> Value:
@@ -77,10 +83,13 @@ def usual_llama_block(op: Aten, p: Params, arch: Architecture, attention: Attent
 class UsualTape(DecoderTape):
     """A decoder in plain torch. See [Note: usual code]."""
 
-    blocks = {**BLOCKS, "llama": usual_llama_block}
+    direct = False
+    kinds = {**BLOCKS, "llama": usual_llama_block}
 
-    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        logits = self.op.named("logits", self.unit("head", self._head, self.features(ids, checkpointing, attention)))
+    def forward(self, ids: Value, labels: Value) -> Value:
+        if self.recipe.cross_entropy in ("fused", "chunked"):
+            return self.loss_in_head(self.features(ids), labels)
+        logits = self.op.named("logits", self.unit("head", self._head, self.features(ids)))
         self.tape.enter("loss")
         loss = self._loss(logits)
         if isinstance(self.op, AutocastAten):
@@ -89,8 +98,8 @@ class UsualTape(DecoderTape):
 
     def _loss(self, logits: Value) -> Value:
         """Of a (B, T, V) that the caller keeps. The one token less of T is left out of the sizes."""
-        up = self.op.to(self._all_but_last(logits), FP32)
-        return self._cross_entropy(up, self.tape.new((up.shape[0],), INT64, "labels.shifted"))
+        up = self.op.to(self._all_but_last(logits), self.loss_itemsize)
+        return cross_entropy(self.op, up, self.tape.new((up.shape[0],), INT64, "labels.shifted"))
 
     def _all_but_last(self, logits: Value) -> Value:
         shape, itemsize = logits.shape, logits.itemsize
@@ -126,8 +135,10 @@ class AutocastAten(Aten):
             self.cache[key] = self.to(weight, self.low)
         return self.cache[key]
 
-    def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
-        return super().linear(self.to(x, self.low), self._weight(weight), None if bias is None else self._weight(bias))
+    def _base(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
+        if weight.storage in self.quantized:
+            return super()._base(self.to(x, self.low), weight, bias)
+        return super()._base(self.to(x, self.low), self._weight(weight), None if bias is None else self._weight(bias))
 
     def matmul(self, a: Value, b: Value) -> Value:
         return super().matmul(self.to(a, self.low), self.to(b, self.low))

@@ -12,7 +12,7 @@ from zplan.planner.dsconfig import EXTRAS, TrainingConfig, to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Ledger, Line
-from zplan.planner.models import ModelSpec, architecture_values
+from zplan.planner.models import ModelSpec, adapter_values, architecture_values
 from zplan.planner.reading import read_json
 from zplan.planner.verdict import Decision
 from zplan.planner.writing import render, write_files
@@ -84,11 +84,13 @@ class Plan:
         """The `zplan plan` command that asks for the same with some arguments changed; None drops one."""
         import shlex
 
+        from zplan.planner.request import flag_of
+
         words = ["zplan", "plan"]
         for name, value in {**self.asked, **changes}.items():
             if value is None or isinstance(value, Mapping):
                 continue
-            words.append("--" + name.replace("_", "-"))
+            words.append(flag_of(name))
             words += [] if value is True else [str(value)]
         return shlex.join(words)
 
@@ -114,6 +116,7 @@ def _document(plan: Plan) -> dict[str, Any]:
             "source": plan.source,
             "num_params": plan.spec.num_params,
             "architecture": architecture_values(plan.spec.arch),
+            "adapters": adapter_values(plan.spec.adapters),
         },
         "hardware": {**asdict(plan.hardware), "notes": list(plan.hardware.notes)},
         "config": plan.ds_config(),

@@ -11,7 +11,7 @@ from zplan.planner.dsconfig import EXTRAS, TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line, Source, Tier
-from zplan.planner.models import ESTIMATE_ONLY, Architecture, Family, ModelSpec
+from zplan.planner.models import ESTIMATE_ONLY, Adapters, Architecture, Family, ModelSpec
 from zplan.planner.plan_file import SCHEMA_VERSION, Plan, version
 from zplan.planner.predict import predict
 from zplan.planner.reading import (
@@ -85,7 +85,7 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 
 def _read_model(block: dict[str, Any], where: str) -> tuple[ModelSpec, str]:
-    _whole(block, ("name", "source", "num_params", "architecture"), where)
+    _whole(block, ("name", "source", "num_params", "architecture", "adapters"), where)
     inner = f"`architecture` of {where}"
     values = want_object("architecture", where, block["architecture"])
     _whole(values, tuple(n for n in _names(Architecture) if n not in ESTIMATE_ONLY), inner)
@@ -105,12 +105,29 @@ def _read_model(block: dict[str, Any], where: str) -> tuple[ModelSpec, str]:
         window=_optional_int("window", inner, values["window"]),
     )
     spec = build_spec(want_str("name", where, block["name"]), arch, where)
+    if block["adapters"] is not None:
+        spec = _read_adapters(spec, want_object("adapters", where, block["adapters"]), f"`adapters` of {where}")
     if spec.num_params != block["num_params"]:
         raise ZplanError(
             f"{where} says {block['num_params']} parameters, but its architecture has {spec.num_params}",
             "the file was changed by hand: plan again",
         )
     return spec, want_str("source", where, block["source"])
+
+
+def _read_adapters(spec: ModelSpec, block: dict[str, Any], where: str) -> ModelSpec:
+    from zplan.planner.adapters import adapt, linear_modules
+
+    _whole(block, _names(Adapters), where)
+    known = linear_modules(spec)
+    targets = tuple(want_one_of("targets", where, x, known) for x in want_list("targets", where, block["targets"]))
+    adapters = Adapters(
+        want_int("rank", where, block["rank"]),
+        targets,
+        want_bool("embeddings", where, block["embeddings"]),
+        want_bool("quantized", where, block["quantized"]),
+    )
+    return adapt(spec, adapters)
 
 
 def _one_of(name: str, where: str, value: object, literal: Any) -> Any:

@@ -90,9 +90,12 @@ def _question(e: Estimate) -> list[str]:
             f"Model     {m.spec.name}, {format_count(m.num_params)} parameters{_active(m)}, from {m.source}",
             f"          {a.family}: {shape}",
         ]
+    if m.spec.adapters:
+        trained, frozen = m.reckoned_params, format_gib(m.frozen_bytes(e.row.choice.itemsize))
+        out.append(f"          trained: {format_count(trained)} parameters; the frozen base takes {frozen} GiB whole")
     if m.missing_params:
         share = format_percent(m.missing_params, m.num_params)
-        out.append(f"          it has {m.spec.num_params:,}; the line states.remainder stands for the other {share}")
+        out.append(f"          it has {m.shape_params:,}; the line states.remainder stands for the other {share}")
     out.append(f"Machine   {e.hardware.told()}")
     for name, nbytes in (("Host", e.hardware.host_mem_bytes), ("NVMe", e.hardware.nvme_bytes)):
         if nbytes:
@@ -114,12 +117,14 @@ def _textbook(e: Estimate) -> list[str]:
         volume = f"{textbook_volume(stage, e.row_of(stage).choice.accumulation)}P"
         share = f"{100 * nbytes / e.hardware.mem_bytes:.0f} %"
         rows.append([str(stage), rate.formula(), format_gb(nbytes), format_gib(nbytes), share, volume, format_gb(sent)])
+    beside = ", and the frozen base beside them, split at stage 3" if e.model.spec.adapters else ""
     by_habit = f"stage {below[0]}" if below else "no stage"
     computed = f"stage {e.row.choice.stage}" if e.row.fits else "no stage"
     lines = "All lines counted" if e.counted else "All lines but activations"
     rule = f"Rule of thumb, states at most {RULE_OF_THUMB} % of the card: {by_habit}"
     return [
-        f"Textbook: model states of one GPU (P = {format_count(e.model.num_params)}, N = {e.hardware.world_size})",
+        f"Textbook: model states of one GPU (P = {format_count(e.model.reckoned_params)}, "
+        f"N = {e.hardware.world_size}){beside}",
         *table(["stage", "formula", "GB", "GiB", "of card", "sends", "GB a step"], rows, "llrrrrr"),
         f"  {rule}. {lines}, below: {computed}.",
     ]

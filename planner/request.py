@@ -44,14 +44,17 @@ OPTION = {
     "checkpointing": "--checkpointing",
     "attention": "--attention",
     "device": "--device",
-    "offload": "--offload",
     "optimizer": "--optimizer",
     "reduce_dtype": "--reduce-dtype",
+    "checkpoint_every": "--checkpoint-every",
+    "checkpoint_offload": "--checkpoint-offload",
+    "padded": "--padded",
+    "offload": "--offload",
     "ring_slots": "`ring_slots`",
     "compile": "--compile",
     "reduce": "`reduce`",
     "transport": "`transport`",
-    "cross_entropy": "`cross_entropy`",
+    "cross_entropy": "--loss",
     "kernels": "`kernels`",
     "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
@@ -62,6 +65,28 @@ OPTION = {
     "hpz": "--hpz",
 }
 """What fixes a choice, and what it is called."""
+
+
+def flag_of(name: str) -> str:
+    """The command-line option of an argument.
+
+    Examples
+    --------
+    >>> flag_of("cross_entropy"), flag_of("host_mem")
+    ('--loss', '--host-mem')
+    """
+    known = OPTION.get(name, "")
+    return known if known.startswith("--") else "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Adapters that were asked for, before the model is known."""
+
+    rank: int
+    targets: str
+    embeddings: bool = False
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +119,8 @@ class Request:
     """Who made them: `--stage`, or the config's name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Learning rate and the like, from a config."""
+    tuning: Tuning | None = None
+    """Train adapters instead of the model itself."""
     offline: bool = False
     asked: Mapping[str, Any] = field(default_factory=dict)
     """The arguments as they were given, without those left out; JSON values."""
@@ -111,6 +138,7 @@ ARGUMENTS = (
     *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
     *("efficiency", "network", "tokens", "epochs", "examples", "price"),
     *("offload_params", "offload_ratio", "config", "offline"),
+    *("lora", "lora_targets", "lora_embeddings", "qlora"),
     *_SHORT,
     *(name for name in OPTION if name not in _SHORT.values()),
 )
@@ -129,7 +157,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
         optimizer lies, `offload_params` where the parameters do, `offload_ratio` for which share of the elements.
         `config` is a DeepSpeed config, a path or a mapping, and fixes what it names. `offline` forbids the network.
         `efficiency` is a share, `network` in GB/s a node; `tokens`, or `epochs` of `examples`, say how much is trained,
-        and `price` what a GPU costs an hour. The rest fix a choice.
+        and `price` what a GPU costs an hour. `lora` and its like are about adapters. The rest fix a choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
     for name in given:
@@ -146,8 +174,12 @@ def make_request(given: Mapping[str, Any]) -> Request:
     if "offload" in fixed and fixed["offload"].params != "none" and "stage" not in fixed:
         fixed["stage"], fixed_by["stage"] = 3, "--offload-params"
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
+    _settle_checkpointing(fixed, fixed_by)
+    tuning = _tuning(given)
     if {"runtime", *PARALLEL} & set(fixed):
         check_request(fixed)
+        if tuning is not None and fixed.get("runtime", "zplan") != "zplan":
+            raise ZplanError(f"`--lora` is not counted with --runtime {fixed['runtime']}", "use --runtime zplan")
     return Request(
         model=given.get("model"),
         params=parse_count(given["params"], "--params") if "params" in given else None,
@@ -164,10 +196,40 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,
+        tuning=tuning,
         offline=bool(given.get("offline")),
         asked=asked,
         notes=notes,
     )
+
+
+def _settle_checkpointing(fixed: dict[str, Any], fixed_by: dict[str, str]) -> None:
+    """Segments and offload are kinds of full checkpointing, which they ask for."""
+    for name in ("checkpoint_every", "checkpoint_offload"):
+        if fixed.get(name, 1) in (1, False) and fixed.get(name) is not True:
+            continue
+        how = fixed.setdefault("checkpointing", "full")
+        fixed_by.setdefault("checkpointing", fixed_by[name])
+        if how != "full":
+            raise ZplanError(
+                f"{fixed_by[name]} is about checkpointed blocks, and checkpointing is `{how}`",
+                "use --checkpointing full",
+            )
+
+
+def _tuning(given: Mapping[str, Any]) -> Tuning | None:
+    """What the four options about adapters say together. QLoRA's paper adapts every linear map, LoRA's q and v."""
+    for name in ("lora_targets", "lora_embeddings", "qlora"):
+        if name in given and "lora" not in given:
+            raise ZplanError(f"`--{name.replace('_', '-')}` needs the rank of the adapters", "add --lora 16")
+    if "lora" not in given:
+        return None
+    quantized = bool(given.get("qlora"))
+    words = given.get("lora_targets", "all-linear" if quantized else "q,v")
+    if not isinstance(words, str):
+        raise ZplanError(f"`lora_targets` is {words!r}", 'give text, such as "q,v"')
+    rank = _whole("--lora", given["lora"])
+    return Tuning(rank, words, embeddings=bool(given.get("lora_embeddings")), quantized=quantized)
 
 
 def _goal(given: Mapping[str, Any]) -> Goal:
@@ -276,6 +338,10 @@ def _check(name: str, value: Any) -> Any:
         if value not in _WORDS[name]:
             near = did_you_mean(str(value), _WORDS[name])
             raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
+        return value
+    if name in ("checkpoint_offload", "padded"):
+        if not isinstance(value, bool):
+            raise ZplanError(f"`{name}` is {value!r}", "give True or False")
         return value
     if name == "optimizer":
         from zplan.planner.optimizers import find_kind

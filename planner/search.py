@@ -34,7 +34,7 @@ from zplan.planner.placement import place
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
 from zplan.planner.sources import Model
-from zplan.planner.textbook import runtime_rate
+from zplan.planner.textbook import Rate, runtime_rate
 from zplan.planner.tiers import OffDevice
 from zplan.planner.timeline import Timeline, timeline
 
@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from zplan.planner.step_time import StepTime
 
 STAGES = (0, 1, 2, 3)
-TRAINING = ("optimizer", "reduce_dtype", "runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz")
+TRAINING = (
+    *("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded"),
+    *("runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz"),
+)
 """Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
 POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
 """Families that cannot run a longer sequence than they have positions for."""
@@ -192,11 +195,11 @@ class Search:
         self, stage: int, batch: Batch, checkpointing: Checkpointing, *, offload: Offload | None = None
     ) -> Choice:
         """A choice with everything else as asked for or by default; `offload` instead of what was asked."""
-        names = (
+        wanted = (
             *("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "device", "compile"),
             *("reduce", "transport", "saving", "offload", *TRAINING),
         )
-        fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
+        fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
         if not self.hardware.bf16:
@@ -276,7 +279,8 @@ class Search:
         missing = self.model.missing_params
         if not self.remainder or not missing:
             return ()
-        rate = runtime_rate(choice)
+        whole = Rate(0, choice.itemsize) if choice.sharded else Rate(choice.itemsize, 0)
+        rate = whole if self.model.spec.adapters else runtime_rate(choice)
         note = f"{missing:,} parameters that the assumed shape lacks, at {rate.formula()} bytes"
         nbytes = rate.of(missing, choice.world_size)
         always = (0, len(phases) - 1)

@@ -81,10 +81,12 @@ def _split(nbytes: int) -> tuple[int, int]:
 class Storage:
     """Bytes that live from birth to death. `born` and `died` are phase indices."""
 
-    __slots__ = ("at", "born", "coefficient", "died", "label", "refs")
+    __slots__ = ("again", "at", "born", "coefficient", "died", "label", "refs")
 
     def __init__(self, at: int, coefficient: int, label: str, born: int) -> None:
         self.at, self.coefficient, self.label, self.born = at, coefficient, label, born
+        self.again = False
+        """Born while a checkpointed call ran again."""
         self.died: int | None = None
         self.refs = 0
 
@@ -166,6 +168,16 @@ class Accumulate(Node):
         self.unit = unit
 
 
+class InputLeaf(Node):
+    """A value that is made to require a gradient without being a parameter. It and its gradient live with the graph."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, value: Value) -> None:
+        super().__init__(2**62, lambda grads, saved: [], [], [])
+        self.kept = [value.alias()]
+
+
 @dataclass
 class UnitGradients:
     """Gradients of one unit that wait for its last one."""
@@ -188,6 +200,21 @@ class Frame:
     inputs: list[Value]
     packed: int = 0
     recomputed: Gradients | None = None
+    kept: list[list[Value]] | None = None
+    """Selective: the results of products in order, which are not made again; None: everything is."""
+    taken: int = 0
+    """How many of `kept` a second run has used."""
+    away: Away | None = None
+    """What stands for the first input while it waits in host memory."""
+
+
+@dataclass(frozen=True)
+class Away:
+    """A value that left the device: its shape and itemsize, and the node that it had."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    node: Node | None
 
 
 @dataclass
@@ -270,6 +297,11 @@ class Tape:
             unit.missing += 1
         return value
 
+    def require_gradient(self, value: Value) -> None:
+        """Make a value that nothing trained leads to a leaf."""
+        if self.gradients and value.node is None:
+            value.node = InputLeaf(value)
+
     def buffer(self, shape: Sequence[int], itemsize: int) -> Value:
         """A buffer of the model, whose bytes are not activations."""
         return self._value(tuple(shape), itemsize, row_major(shape), Storage(0, 0, "buffer", 0))
@@ -294,6 +326,7 @@ class Tape:
 
     def _allocate(self, at: int, coefficient: int, label: str) -> Storage:
         storage = Storage(at, coefficient, label, len(self.phases) - 1)
+        storage.again = self.recomputing
         self.storages.append(storage)
         self._live[at] += coefficient
         self._grew = True
@@ -353,16 +386,56 @@ class Tape:
             raise StopRecompute
         return value.alias()
 
-    def checkpoint(self, run: Callable[..., Value], *inputs: Value) -> Value:
-        """Non-reentrant activation checkpointing with early stop: keep the inputs, run again at the first unpack."""
-        self._frame = Frame(run, [v.alias_with_node() for v in inputs])
+    @property
+    def recomputing(self) -> bool:
+        """Whether a checkpointed call is run again."""
+        return self._frame is not None and self._frame.recomputed is not None
+
+    def checkpoint(
+        self, run: Callable[..., Value], *inputs: Value, selective: bool = False, offload: bool = False
+    ) -> Value:
+        """Non-reentrant activation checkpointing with early stop: keep the inputs, run again at the first unpack.
+
+        Parameters
+        ----------
+        run, inputs
+            What is called, and with what.
+        selective
+            Keep the results of products (`product`) too, and do not make them again.
+        offload
+            Let the first input wait in host memory: it is on the device in forward, and from the second run on.
+        """
+        frame = Frame(run, [v.alias_with_node() for v in inputs], kept=[] if selective else None)
+        if offload:
+            first = frame.inputs.pop(0)
+            frame.away = Away(first.shape, first.itemsize, first.node)
+            del first
+        self._frame = frame
         out = run(*inputs)
         self._frame = None
         return out
 
+    def product(self, make: Callable[[], list[Value]]) -> list[Value]:
+        """Results of a matrix product or attention kernel; those that selective checkpointing kept are not made."""
+        frame = self._frame
+        if frame is None or frame.kept is None:
+            return make()
+        if frame.recomputed is None:
+            made = make()
+            frame.kept.append([v.alias() for v in made])
+            return made
+        kept, frame.kept[frame.taken] = frame.kept[frame.taken], []
+        frame.taken += 1
+        return kept
+
     def _recompute(self, frame: Frame) -> None:
         frame.recomputed = []
         self._frame = frame
+        if frame.away is not None:
+            back = self.new(frame.away.shape, frame.away.itemsize, "checkpoint")
+            back.node = frame.away.node
+            frame.inputs.insert(0, back)
+            del back
         try:
             frame.run(*frame.inputs)
         except StopRecompute:
@@ -396,7 +469,7 @@ class Tape:
             if node.on_gradient:
                 self.enter(node.on_gradient)
             gradients = buffers.pop(node)
-            outputs = self._accumulate(node, gradients) if isinstance(node, Accumulate) else self._call(node, gradients)
+            outputs = self._run(node, gradients)
             # The engine drops the incoming gradients first, then what the node saved, and only then adds up.
             gradients.clear()
             node.saved = []
@@ -417,10 +490,20 @@ class Tape:
         self._retained.clear()
         self._held.clear()
 
+    def _run(self, node: Node, gradients: Gradients) -> Gradients:
+        if isinstance(node, Accumulate):
+            return self._accumulate(node, gradients)
+        if isinstance(node, InputLeaf):
+            node.kept += [g for g in gradients if g is not None]
+            return []
+        return self._call(node, gradients)
+
     def _call(self, node: Node, gradients: Gradients) -> Gradients:
         outputs = node.backward(gradients, [self._unpack(s) for s in node.saved])
         for i, edge in enumerate(node.edges):
-            if edge is not None and outputs[i] is not None:
+            if edge is None:
+                outputs[i] = None  # Nobody needs it, though a kernel made it with the others.
+            elif outputs[i] is not None:
                 self._fit(outputs, i, edge)
         return outputs
 

@@ -189,6 +189,12 @@ def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
     """The optimizer, and whatever else was asked about how to train; limits of the runtime are named."""
     from zplan.planner.runnable import limits
 
+    a = search.model.spec.adapters
+    if a is not None:
+        beside = ", embedding and head in full" if a.embeddings else ""
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in a.targets))
+        base = "; base in 4 bits" if a.quantized else ""
+        yield Decision("lora", f"rank {a.rank}", chosen=False, reason=f"asked by --lora; on {names}{beside}{base}")
     cannot = {limit.key: limit.why for limit in limits(choice)}
     for name in ("offload", *TRAINING):
         by = search.request.fixed_by.get(name)
@@ -217,7 +223,7 @@ _DEFAULTS: dict[str, str] = {
 }
 """Choices with a plain default, and why that default."""
 
-_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving")
+_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving", "kernels", "compile")
 """Those that no other runtime knows."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zplan.planner.activations import SIMULATED_BLOCKS, simulation
+from zplan.planner.activations import simulation
 from zplan.planner.config import Choice
 from zplan.planner.models import Architecture, ModelSpec
 from zplan.planner.tape import BASIS
@@ -68,14 +68,13 @@ def step_work(arch: Architecture, choice: Choice) -> StepWork:
     sim = simulation(arch, choice)
     values = [choice.micro_batch**i * choice.seq**j for i, j in BASIS]
     parts: dict[str, Work] = {}
-    middle = "blocks.1" if arch.layers >= SIMULATED_BLOCKS else "blocks.0"
     blocks_seen = False
     for phase, *counts in zip(sim.phases, sim.flops, sim.attention, sim.written, strict=True):
         pass_, _, unit = phase.partition(".")
         direction = "forward" if pass_ in ("idle", "forward", "loss") else "backward"
         blocks_seen = blocks_seen or unit.startswith("blocks.")
         if unit.startswith("blocks."):
-            if unit != middle:
+            if unit != sim.middle:
                 continue
             part = "block"
         else:

@@ -144,7 +144,12 @@ QUESTION = (
     click.option("--global-batch", type=int, metavar="N", help="Sequences per optimizer step over all GPUs."),
     click.option("--seq", type=int, metavar="N", help="Tokens per sequence.  [default: 2048 or the model's limit]"),
     click.option("--precision", metavar="TYPE", help="bf16, fp16 or fp32.  [default: bf16]"),
-    click.option("--checkpointing", metavar="HOW", help="none or full.  [default: none where it fits with room]"),
+    click.option("--checkpointing", metavar="HOW", help="none, selective or full.  [default: none where it fits]"),
+    click.option("--checkpoint-every", type=int, metavar="N", help="Blocks in one checkpointed segment.  [default: 1]"),
+    click.option("--checkpoint-offload", is_flag=True, help="Let inputs of checkpointed segments wait on the host."),
+    click.option(
+        "--loss", "cross_entropy", metavar="HOW", help="plain, bf16, chunked or fused with the head.  [default: plain]"
+    ),
     click.option("--reduce-dtype", metavar="TYPE", help="Of gradients between ranks: fp32 or bf16.  [default: fp32]"),
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
     click.option("--compile", is_flag=True, help="Compile each block; its activations are then an upper bound."),
@@ -155,7 +160,12 @@ QUESTION = (
     click.option("--cp", type=int, metavar="N", help="Ranks that share a sequence; deepspeed and fsdp2.  [default: 1]"),
     click.option("--hpz", type=int, metavar="N", help="Ranks of a second parameter shard, stage 3.  [default: 1]"),
     click.option("--saving", metavar="HOW", help="foreground, or background: from a copy in host memory."),
+    click.option("--padded", is_flag=True, help="Sequences are padded to --seq with a mask, not packed."),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
+    click.option("--lora", type=int, metavar="RANK", help="Freeze the model and train adapters of this rank."),
+    click.option("--lora-targets", metavar="NAMES", help="q,v; attention; all-linear; or names.  [default: q,v]"),
+    click.option("--lora-embeddings", is_flag=True, help="Train embedding and head in full beside the adapters."),
+    click.option("--qlora", is_flag=True, help="Keep the frozen linear maps in 4 bits (nf4)."),
     click.option(
         "--efficiency", metavar="SHARE", help="Of the card's peak, in matrix products.  [default: 0.5, A100 0.7]"
     ),
