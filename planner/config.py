@@ -79,6 +79,8 @@ class Choice:
     """Stage 3: gathered blocks held at once."""
     piece_numel: int = 32 * 2**20
     """Elements; cap of one reduce (`reduce_bucket_size`): 128 MiB in fp32."""
+    persist_numel: int = 0
+    """Stage 3: units of fewer elements stay whole on every rank (`stage3_param_persistence_threshold`)."""
     device: Device = "cuda"
     """Whose op table the activations follow."""
     compile: bool = False

@@ -5,7 +5,7 @@ The planner reads `--config` files with it and writes plans; the engine reads wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -29,7 +29,6 @@ from zplan.planner.dsoptimizer import STARTS, explicit_optimizer, name_optimizer
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import LossScale, explicit_loss_scale, read_loss_scale
-from zplan.planner.optimizers import kind_of
 from zplan.planner.reading import (
     check_keys,
     refuse_type,
@@ -86,7 +85,15 @@ class TrainingConfig:
     offload: Offload = Offload()
     """What lies off the device between its uses."""
     steps_per_print: int = 10
-    """Optimizer steps between progress lines."""
+    """Optimizer steps between progress lines, where the config asks for some."""
+    breakdown: bool = False
+    """Time forward, backward, gathers, reduces and step (`wall_clock_breakdown`)."""
+    overlap: bool = True
+    """Gathers and reduces run beside compute (`overlap_comm`); else on its stream, and nothing is gathered ahead."""
+    prefetch_numel: int | None = None
+    """Elements gathered ahead (`stage3_prefetch_bucket_size`): one unit at least unless 0. None is one unit."""
+    persist_numel: int = 0
+    """Stage 3: units of fewer elements stay whole on every rank."""
     ring_slots: int = 2
     """Stage 3: gathered blocks held at once, where `max_live` does not say it."""
     max_live: int | None = None
@@ -159,21 +166,26 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     where = f"`{source}`"
     found: dict[str, Any] = {}
     mapping, became = settle_autos(mapping)
-    known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT)
+    known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT, *dskeys.TOP_MAPPED)
     for key, meant in dskeys.MEANT.items():
         if key in mapping:
             raise ZplanError(f"unknown key `{key}` in {where}", f"did you mean `{meant}`?")
     check_keys(mapping, known, where)
     notes = tuple(f'`{".".join(path)}` of {where} is "auto": {words}' for path, words in became.items())
     notes += _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
+    notes += _prescaling(mapping, where)
     names = {KEYS.train: "train_batch_size", KEYS.micro: "micro_batch", KEYS.accumulation: "accumulation"}
     for key, field in names.items():
         if mapping.get(key) is not None:
             found[field] = want_int(key, where, mapping[key])
-    if mapping.get("gradient_clipping") is not None:
-        found["clip"] = want_number("gradient_clipping", where, mapping["gradient_clipping"])
-    if mapping.get("steps_per_print") is not None:
-        found["steps_per_print"] = want_int("steps_per_print", where, mapping["steps_per_print"])
+    values: dict[str, tuple[str, Callable[[str, str, object], Any]]] = {
+        "gradient_clipping": ("clip", want_number),
+        "wall_clock_breakdown": ("breakdown", want_bool),
+        "steps_per_print": ("steps_per_print", want_int),
+    }
+    for key, (field, want) in values.items():
+        if mapping.get(key) is not None:
+            found[field] = want(key, where, mapping[key])
     _reduce_dtype(mapping, where, found)
     blocks = {"bf16": _bf16, "fp16": _fp16, "zero_optimization": _zero, "optimizer": _optimizer, "zplan": _extras}
     for key, read in blocks.items():
@@ -226,23 +238,19 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
     return TrainingConfig(batch.micro, batch.accumulation, world_size, **found, given=given, notes=notes)
 
 
+FREE = (
+    *("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "clip", "schedule", "loss_scale"),
+    *("steps_per_print", "breakdown", "overlap", "prefetch_numel"),
+)
+"""Fields that no `Choice` has: they decide no bytes."""
+
+
 def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
     """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
     own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
-    free = (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "clip",
-        "schedule",
-        "loss_scale",
-        "steps_per_print",
-    )
-    fields_of = {**STARTS.get(choice.optimizer, {}), **{n: settings[n] for n in free if n in settings}}
-    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **fields_of)
+    asked = {n: settings[n] for n in FREE if n in settings}
+    fields_of = {**STARTS.get(choice.optimizer, {}), **asked}
+    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **fields_of, given=frozenset(asked))
 
 
 def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str, Any]:
@@ -258,6 +266,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
     """
     bf16 = config.precision == "bf16"
     live = config.ring_slots * largest_block_numel if config.max_live is None else config.max_live
+    ahead = config.prefetch_numel
     batch = Batch(config.micro_batch, config.accumulation, config.world_size)
     return {
         KEYS.train: batch.train,
@@ -275,7 +284,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         "zero_optimization": {
             "stage": config.stage,
             "contiguous_gradients": True,
-            "overlap_comm": True,
+            "overlap_comm": config.overlap,
             "reduce_scatter": True,
             "reduce_bucket_size": config.piece_numel,
             "allgather_partitions": True,
@@ -284,13 +293,13 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
             "sub_group_size": 1_000_000_000,
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,
-            "stage3_prefetch_bucket_size": largest_block_numel,
-            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": largest_block_numel if ahead is None else ahead,
+            "stage3_param_persistence_threshold": config.persist_numel,
             "stage3_gather_16bit_weights_on_model_save": False,
             **_explicit_offload(config.offload),
         },
         "steps_per_print": config.steps_per_print,
-        "wall_clock_breakdown": False,
+        "wall_clock_breakdown": config.breakdown,
     }
 
 
@@ -306,18 +315,6 @@ def _accumulation_dtype(config: TrainingConfig) -> str | None:
     """DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there."""
     whole = config.precision != "fp32" and config.stage == 0
     return None if whole or config.reduce_dtype != "fp32" else "fp32"
-
-
-def _explicit_optimizer(config: TrainingConfig) -> dict[str, Any]:
-    """The optimizer's block. What DeepSpeed has no name for is written under zplan's, which it will refuse by name."""
-    kind = kind_of(config.optimizer)
-    params: dict[str, Any] = {"lr": config.lr, "betas": list(config.betas), "eps": config.eps}
-    params["weight_decay"] = config.weight_decay
-    if kind.name == "sgd-momentum":
-        params["momentum"] = config.betas[0]
-    if kind.name == "adamw":
-        params["adam_w_mode"] = True
-    return {"type": kind.deepspeed or kind.name, "params": params}
 
 
 def _screen(
@@ -337,6 +334,23 @@ def _screen(
         if block[key] == "auto" and key in inert:
             raise refuse_type(key, where, "auto", "the value itself")
     return tuple(f"`{key}` of {where} changes nothing: {inert[key]}" for key in block if key in inert)
+
+
+def _prescaling(mapping: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Dividing before or after the sum over ranks is the same in fp32, but for the last bit."""
+    notes = []
+    for key, why in dskeys.TOP_MAPPED.items():
+        if key not in mapping or mapping[key] is None:
+            continue
+        if key == "prescale_gradients":
+            asks = want_bool(key, where, mapping[key])
+        else:
+            asks = want_number(key, where, mapping[key]) != 1
+            if not mapping[key]:
+                raise ZplanError(f"`{key}` of {where} is 0", "write 1.0, or leave it out")
+        if asks:
+            notes.append(f"`{key}` of {where} changes nothing: {why}")
+    return tuple(notes)
 
 
 def _bf16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
@@ -373,6 +387,11 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
         found["stage"] = stage
     if "reduce_bucket_size" in block:
         found["piece_numel"] = want_int("reduce_bucket_size", where, block["reduce_bucket_size"])
+    if block.get("overlap_comm") is not None:
+        found["overlap"] = want_bool("overlap_comm", where, block["overlap_comm"])
+    for name, field in dskeys.ZERO_COUNTS.items():
+        if block.get(name) is not None:
+            found[field] = want_int(name, where, block[name], least=0)
     if "stage3_max_live_parameters" in block:
         name = "stage3_max_live_parameters"
         found["max_live"] = want_int(name, where, block[name], least=0)
@@ -435,9 +454,9 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))
-    if "optimizer" in block:
-        name_optimizer(block["optimizer"], where, found)
     for name in _EXTRA_FLAGS:
         if name in block:
             found[name] = want_bool(name, where, block[name])
+    if "optimizer" in block:
+        name_optimizer(block["optimizer"], where, found)
     return ()

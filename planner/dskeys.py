@@ -73,6 +73,7 @@ TOP_HONOURED = (
     "scheduler",
     "steps_per_print",
     "communication_data_type",
+    "wall_clock_breakdown",
     "zplan",
 )
 
@@ -82,10 +83,7 @@ TOP_NEUTRAL: dict[str, Neutral] = {
     "seq_parallel_communication_data_type": one_of(None, "fp32"),
     "data_types": fp32_accumulation,
     "gradient_allreduce_op": one_of(None, "mean"),
-    "prescale_gradients": false,
-    "gradient_predivide_factor": number(1.0),
     "sparse_gradients": false,
-    "wall_clock_breakdown": false,
     "memory_breakdown": false,
     "dump_state": false,
     "disable_allgather": false,
@@ -121,6 +119,10 @@ TOP_NEUTRAL: dict[str, Neutral] = {
 }
 """The last two say what DeepSpeed may do with optimizers it does not know; either value asks for nothing here."""
 
+_AFTER = "zplan adds up in fp32 and divides once, in the step"
+TOP_MAPPED: dict[str, str] = {"prescale_gradients": _AFTER, "gradient_predivide_factor": _AFTER}
+"""When to divide by the ranks: any value gives the same training but for rounding."""
+
 TOP_INERT: dict[str, str] = {"aio": "it tunes DeepSpeed's own NVMe transfers"}
 
 BF16_NEUTRAL: dict[str, Neutral] = {
@@ -129,8 +131,6 @@ BF16_NEUTRAL: dict[str, Neutral] = {
     "bf16_master_weights_and_grads": false,
     "bf16_optimizer_states": false,
 }
-
-ZERO_HONOURED = ("stage", "reduce_bucket_size", "stage3_max_live_parameters", "offload_optimizer", "offload_param")
 
 OFFLOAD_HONOURED = ("device", "ratio")
 _IO = "it tunes DeepSpeed's own transfers"
@@ -141,6 +141,17 @@ OFFLOAD_INERT: dict[str, str] = {
     "cpuadam_cores_perc": _IO,
 }
 """Of both offload blocks; `ratio` is the optimizer's."""
+
+ZERO_COUNTS = {
+    "stage3_prefetch_bucket_size": "prefetch_numel",
+    "stage3_param_persistence_threshold": "persist_numel",
+}
+"""Key -> field of `TrainingConfig`; in elements, 0 allowed."""
+
+ZERO_HONOURED = (
+    *("stage", "reduce_bucket_size", "stage3_max_live_parameters", "overlap_comm", *ZERO_COUNTS),
+    *("offload_optimizer", "offload_param"),
+)
 
 ZERO_NEUTRAL: dict[str, Neutral] = {
     "cpu_offload": false,
@@ -164,7 +175,6 @@ ZERO_NEUTRAL: dict[str, Neutral] = {
 
 _SAVING = "`zplan.summon` gives whole weights to save"
 ZERO_MAPPED: dict[str, tuple[bool, str]] = {
-    "overlap_comm": (True, "zplan always overlaps"),
     "contiguous_gradients": (True, "zplan's gradients are always contiguous"),
     "reduce_scatter": (True, "zplan always reduce-scatters"),
     "allgather_partitions": (True, "zplan always gathers"),
@@ -180,8 +190,6 @@ ZERO_INERT: dict[str, str] = {
     "allgather_bucket_size": "zplan gathers each unit in one piece",
     "use_multi_rank_bucket_allreduce": "zplan always sends a true reduce-scatter",
     "sub_group_size": "zplan's step goes unit by unit",
-    "stage3_prefetch_bucket_size": _RING,
-    "stage3_param_persistence_threshold": _RING,
     "stage3_model_persistence_threshold": _RING,
     "stage3_max_reuse_distance": _RING,
     "stage3_module_granularity_threshold": _RING,

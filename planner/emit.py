@@ -13,7 +13,7 @@ from zplan.planner.writing import render
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
 
-Format = Literal["zplan", "deepspeed", "accelerate", "hf", "fsdp2", "slurm"]
+Format = Literal["zplan", "deepspeed", "accelerate", "hf", "fsdp2", "torchtitan", "slurm"]
 FORMATS = get_args(Format)
 
 SUGGESTED: dict[str, str] = {
@@ -22,6 +22,7 @@ SUGGESTED: dict[str, str] = {
     "accelerate": "accelerate.yaml",
     "hf": "training_args.json",
     "fsdp2": "train_fsdp2.py",
+    "torchtitan": "torchtitan_config.py",
     "slurm": "job.sbatch",
 }
 """File names that the emitted files know each other by."""
@@ -183,6 +184,12 @@ def _fsdp2(plan: Plan) -> tuple[str, tuple[str, ...]]:
     return fsdp2_script(plan), tuple(notes)
 
 
+def _torchtitan(plan: Plan) -> tuple[str, tuple[str, ...]]:
+    from zplan.planner.emit_torchtitan import torchtitan_module
+
+    return torchtitan_module(plan)
+
+
 def _slurm(plan: Plan) -> tuple[str, tuple[str, ...]]:
     per_node, rest = divmod(plan.choice.world_size, plan.hardware.nodes)
     if rest:
@@ -199,5 +206,6 @@ _WRITERS: dict[str, Callable[[Plan], tuple[str, tuple[str, ...]]]] = {
     "accelerate": _accelerate,
     "hf": _hf,
     "fsdp2": _fsdp2,
+    "torchtitan": _torchtitan,
     "slurm": _slurm,
 }

@@ -44,6 +44,8 @@ class Unit:
     """No gradient, no optimizer state. Frozen parameters of a module are a unit beside its trainable ones."""
     itemsize: int | None = None
     """Bytes of one element where they keep a dtype of their own (frozen integers); None for the compute dtype."""
+    constant_bytes: int = 0
+    """Of what a quantizer keeps beside its integers: scales and code tables."""
     quantized: bool = False
     """Frozen in 4 bits (`planner/adapters.py`); shapes stay those of the whole weights."""
     guest: bool = False

@@ -140,6 +140,7 @@ def _rings(
         u.name: name
         for u, name in zip(units, names, strict=True)
         if u.kind == "block" and u.name not in tied and _compute_dtype(u) and count[name] > choice.ring_slots
+        if u.numel >= choice.persist_numel
     }
     sizes = {
         name: lay.padded_numel
@@ -149,7 +150,7 @@ def _rings(
     guests = [
         (u.name, lay.padded_numel)
         for u, lay in zip(units, layouts, strict=True)
-        if u.guest and u.params and not u.frozen and u.name not in tied
+        if u.guest and u.params and not u.frozen and u.name not in tied and u.numel >= choice.persist_numel
     ]
     if not sizes or not guests:
         return rings

@@ -34,6 +34,9 @@ MOST = 10**9
 MOST_ELEMENTS = 10**12
 """Largest reduce bucket; configs use absurdly large ones to say: all at once."""
 
+ELEMENTS = ("piece_numel", "persist_numel")
+"""Choices that count elements."""
+
 OPTION = {
     "stage": "--stage",
     "micro_batch": "--micro-batch",
@@ -58,6 +61,7 @@ OPTION = {
     "kernels": "`kernels`",
     "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
+    "persist_numel": "`stage3_param_persistence_threshold`",
     "runtime": "--runtime",
     "tensor_parallel": "--tp",
     "pipeline_parallel": "--pp",
@@ -355,7 +359,7 @@ def _check(name: str, value: Any) -> Any:
         if value not in (0, 1, 2, 3) or isinstance(value, bool):
             raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")
         return int(value)
-    return _whole(flag, value, least=2 if name == "ring_slots" else 1)
+    return _whole(flag, value, least={"ring_slots": 2, "persist_numel": 0}.get(name, 1))
 
 
 def _number(flag: str, value: Any, *, most: int) -> float:
@@ -400,7 +404,7 @@ def _merge_config(
         own = _CONFIG_NAMES.get(name, name)
         if own not in OPTION:
             settings[name] = value
-        elif isinstance(value, int) and value > (MOST_ELEMENTS if own == "piece_numel" else MOST):
+        elif isinstance(value, int) and value > (MOST_ELEMENTS if own in ELEMENTS else MOST):
             raise ZplanError(f"`{source}` asks for {value:,} as {own.replace('_', '-')}", "check that number")
         elif own in fixed and fixed[own] != value:
             raise ZplanError(f"`{OPTION[own]} {fixed[own]}` and `{source}` ({value}) disagree", "drop one of the two")

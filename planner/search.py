@@ -196,8 +196,8 @@ class Search:
     ) -> Choice:
         """A choice with everything else as asked for or by default; `offload` instead of what was asked."""
         wanted = (
-            *("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "device", "compile"),
-            *("reduce", "transport", "saving", "offload", *TRAINING),
+            *("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "persist_numel"),
+            *("device", "compile", "reduce", "transport", "saving", "offload", *TRAINING),
         )
         fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):

@@ -93,9 +93,16 @@ def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[
     lines = [
         *by_class("params.frozen.shard", shards, "states"),
         *(replace(line, note=note) for line in by_class("params.frozen.whole", whole, "states")),
+        *_constant_lines(placements, always, note),
     ]
     nf4 = "two elements a byte, 8-bit constants of 64, fp32 constants of 16,384 (nf4, double quantization)"
     return [replace(x, source="estimate", note=nf4) if x.id.endswith(f".{NF4_CLASS}") else x for x in lines]
+
+
+def _constant_lines(placements: Sequence[Placement], always: tuple[int, int], note: str) -> list[Line]:
+    """What quantizers keep beside their integers, whole on every rank: one line, since layers may differ."""
+    nbytes = sum(p.unit.constant_bytes for p in placements)
+    return [Line("params.frozen.constants", nbytes, (always,), "states", note=note)]
 
 
 def num_slices(placements: Sequence[Placement], choice: Choice) -> int:

@@ -46,6 +46,17 @@ def textbook_states(num_params: int, stage: int, world_size: int) -> int:
     return TEXTBOOK[stage].of(num_params, world_size)
 
 
+def least_ranks(num_params: int, mem_bytes: int) -> int:
+    """Ranks over which stage 3 must split the states so that each share is at most `mem_bytes`.
+
+    Examples
+    --------
+    >>> least_ranks(671 * 10**9, 64 * 10**9)
+    168
+    """
+    return max(1, -(-TEXTBOOK[3].split * num_params // mem_bytes))
+
+
 def runtime_rate(choice: Choice) -> Rate:
     """Bytes a parameter that zplan's runtime holds between backward and step, working buffers apart.
 

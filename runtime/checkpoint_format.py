@@ -154,7 +154,7 @@ class Parameter:
     @property
     def value(self) -> str:
         """The state that is the parameter itself."""
-        return FROZEN if self.frozen else WEIGHT
+        return self.states[0]
 
     @property
     def numel(self) -> int:

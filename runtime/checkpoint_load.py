@@ -13,7 +13,7 @@ from torch import Tensor
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import shards_states
 from zplan.runtime.checkpoint_format import Manifest, Parameter
-from zplan.runtime.checkpoint_ranges import NAMES, extents, moments_of, state_tensor, states_of
+from zplan.runtime.checkpoint_ranges import NAMES, extents, state_tensor, states_of
 from zplan.runtime.checkpoint_read import Checkpoint, Values
 from zplan.runtime.unit import FlatUnit
 
@@ -26,7 +26,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 def parameters_of(engine: Engine) -> tuple[Parameter, ...]:
     """Every unique parameter, in unit order."""
     return tuple(
-        Parameter(p.name, tuple(p.shape), u.placement.frozen, () if u.placement.frozen else tuple(moments_of(u)))
+        Parameter(p.name, tuple(p.shape), u.placement.frozen, tuple(u.states))
         for u in engine.units
         for p in u.placement.unit.params
     )

@@ -41,12 +41,7 @@ NAMES = {
 
 def states_of(unit: FlatUnit) -> tuple[str, ...]:
     """What is saved of a unit's parameters."""
-    return (FROZEN,) if unit.placement.frozen else (WEIGHT, *moments_of(unit))
-
-
-def moments_of(unit: FlatUnit) -> dict[str, Tensor]:
-    """What the optimizer keeps of a trained unit, by its own names, in the order in which it is saved."""
-    return unit.states
+    return (FROZEN,) if unit.placement.frozen else (WEIGHT, *unit.states)
 
 
 def state_tensor(unit: FlatUnit, state: str) -> Tensor:
@@ -56,7 +51,7 @@ def state_tensor(unit: FlatUnit, state: str) -> Tensor:
     elif state == WEIGHT:
         tensor = unit.flat if unit.master is None else unit.master
     else:
-        tensor = moments_of(unit).get(state)
+        tensor = unit.states.get(state)
     assert tensor is not None, f"unit {unit.name} has no {state}"
     return tensor
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.models import Param, Unit, UnitKind
+from zplan.runtime.quantized import check_class, constant_storages
 
 LIST_SHARE = 0.02
 """Share of all parameters from which the children of a module list are units; below it the list is one unit."""
@@ -126,7 +127,9 @@ def _own(
 def _frozen_unit(name: str, kind: UnitKind, rows: list[tuple[str, nn.Parameter]]) -> Unit:
     params = tuple(Param(n, tuple(p.shape)) for n, p in rows)
     p = rows[0][1]
-    return Unit(name, kind, params, frozen=True, itemsize=None if p.is_floating_point() else p.element_size())
+    itemsize = None if p.is_floating_point() else p.element_size()
+    beside = sum(t.untyped_storage().nbytes() for t in constant_storages([p for _, p in rows]).values())
+    return Unit(name, kind, params, frozen=True, itemsize=itemsize, constant_bytes=beside)
 
 
 def _check(name: str, p: nn.Parameter) -> None:
@@ -134,15 +137,7 @@ def _check(name: str, p: nn.Parameter) -> None:
         raise ZplanError(
             f"parameter `{name}` is complex ({p.dtype}), which has no gradient sum here", "store real parts"
         )
-    if type(p) is not nn.Parameter:
-        raise ZplanError(
-            f"parameter `{name}` is a `{type(p).__name__}`: parameters of a class of their own are not built yet",
-            "load the model without quantization, and run lazy modules once before `zplan.initialize`",
-        )
-    if p.is_complex():
-        raise ZplanError(
-            f"parameter `{name}` is complex ({p.dtype}), which flat buffers can't hold", "store real parts"
-        )
+    check_class(name, p)
 
 
 # --- which modules are blocks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from zplan.planner.fused import check_compiled
 from zplan.planner.placement import place_units, shards_states
 from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.arena import Arena
+from zplan.runtime.breakdown import Breakdown, telling_of
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.compiled import compile_forwards
@@ -32,9 +33,12 @@ from zplan.runtime.groups import Asked, Parameters, read_optimizer
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh
+from zplan.runtime.nonfinite import NonFinite, first_nonfinite
 from zplan.runtime.optimizer import ShardedOptimizer
+from zplan.runtime.penalty import Penalty
+from zplan.runtime.precision import LossScaler, suspects_of
 from zplan.runtime.reducer import Reducer
-from zplan.runtime.schedule import Scheduler
+from zplan.runtime.schedule import Scheduler, TorchScheduler, scheduler_of
 from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned, Whole
@@ -63,6 +67,8 @@ class Engine(nn.Module):
         0-dim fp32 tensor on the device: gradient norm of the last step, averaged, before clipping.
     global_steps, global_samples
         Optimizer steps taken and sequences consumed by them, over all ranks; a loaded checkpoint's count goes on.
+    breakdown
+        Times of the parts of a step, where the config has `wall_clock_breakdown`; else None.
     on_phase
         Called with the ledger's name of each phase as it begins; None for nobody.
     """
@@ -99,8 +105,7 @@ class Engine(nn.Module):
         blocks = [sum(u.numel for u, _ in f.segments()) for f in found if f.unit.kind == "block"]
         self.choice = replace(self.choice, ring_slots=training.slots(blocks))
         read_elsewhere = frozenset(name for f in found for name in f.reads)
-        segments = [unit for f in found for unit, _ in f.segments()]
-        placements = place_units(segments, self.choice, tied=read_elsewhere)
+        placements = place_units([unit for f in found for unit, _ in f.segments()], self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
         self.units = materialize(
             model,
@@ -117,7 +122,7 @@ class Engine(nn.Module):
         move_buffers(model, mesh.device)
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
-        self.streams = Streams(mesh.device)
+        self.streams = Streams(mesh.device, overlap=training.overlap)
         self.collectives = Collectives(mesh, self.arena, checked=checked)
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
@@ -125,13 +130,21 @@ class Engine(nn.Module):
             load_weights(self, weights)
         self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
         self.reducer.landed = self.optimizer.landed
-        self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
+        self._penalty = Penalty(self.optimizer, self.collectives)
+        self.reducer.suspects = suspects_of(self.optimizer.scaler)
+        self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
+        """`initialize` puts a torch scheduler here."""
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
-        blocks_run = [f.module for f in found if f.unit.kind == "block"]
         check_compiled(self.choice)
-        self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
+        compiled = [f.module for f in found if f.unit.kind == "block"]
+        self.uncompile = compile_forwards(compiled) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
+        self.hooks.ahead = training.prefetch_numel if training.overlap else 0
         self.on_phase = LISTENERS[-1] if LISTENERS else None
+        self.breakdown = Breakdown(mesh.device) if training.breakdown else None
+        if self.breakdown is not None:
+            self.collectives.watch = self.streams.watch = self.breakdown.span
+        self.telling = telling_of(self, training)
         self.global_steps = 0
         self.global_samples = 0
         self.checkpoints = Checkpoints(self)
@@ -156,6 +169,13 @@ class Engine(nn.Module):
     def grad_norm(self) -> Tensor:
         return self.optimizer.norm
 
+    def first_nonfinite(self) -> NonFinite | None:
+        """Where this rank's gradients of the last step were first not finite, or None. Waits for the device.
+
+        Every rank answers for its own slices: where one says None another may know.
+        """
+        return first_nonfinite(self.optimizer)
+
     @property
     def on_phase(self) -> Callable[[str], None] | None:
         return self.hooks.on_phase
@@ -177,7 +197,10 @@ class Engine(nn.Module):
         if self.choice.precision != "fp32":
             dtype = COMPUTE_DTYPE[self.choice.precision]
             args, kwargs = tree_map_only(Tensor, lambda t: _cast(t, dtype), (args, kwargs))
-        return self.module(*args, **kwargs)
+        if self.breakdown is None or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        with self.breakdown.span("forward"):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
         """Backward of one micro-step. The step averages over ranks and micro-steps; `loss` is returned as it is.
@@ -213,12 +236,13 @@ class Engine(nn.Module):
             return loss
         self.hooks.look_for_uses(loss)
         total = loss if num_tokens is None else loss * num_tokens
-        if self.optimizer.scaler is None:
-            total.backward(retain_graph=retain_graph)
-        else:
-            # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32, since
-            # fp16 ends at 65,504.
-            total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
+        with nullcontext() if self.breakdown is None else self.breakdown.span("backward"):
+            if self.optimizer.scaler is None:
+                total.backward(retain_graph=retain_graph)
+            else:
+                # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
+                # since fp16 ends at 65,504.
+                total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
         self.sentinels.show()
         return loss
 
@@ -245,18 +269,11 @@ class Engine(nn.Module):
         self.sentinels.hide()
         self.hooks.phase("step")
         if self.optimizer.scaler is not None:
-            self.optimizer.scaler.check(self.global_steps)
+            self._check_scale(self.optimizer.scaler)
         if self.scheduler is not None:
             self.scheduler.before_step()
-        self.optimizer.measure(self.collectives)
-        # What the next forward needs first is updated first, and gathered while the rest is updated.
-        first, rest = self.hooks.split_schedule(FIRST_UNITS)
-        for units in (first, rest):
-            self.optimizer.update(units)
-            self.gatherer.invalidate(units)
-            for unit in first if units is first else ():
-                self.gatherer.prefetch(unit)
-        self.hooks.open_early()
+        with nullcontext() if self.breakdown is None else self.breakdown.span("step"):
+            self._update()
         if self.scheduler is not None:
             self.scheduler.count()
         if self.optimizer.scaler is not None:
@@ -268,6 +285,47 @@ class Engine(nn.Module):
         self.global_samples += self.choice.global_batch
         self._check_replicas()
         self.hooks.phase("idle")
+        if self.telling is not None:
+            self.telling.after_step()
+
+    def _check_scale(self, scaler: LossScaler) -> None:
+        """Raise where the last step overflowed at the minimum scale; look closer while that may happen."""
+        suspects = self.reducer.suspects
+        assert suspects is not None
+
+        def first() -> str:
+            # Every rank has the same scale, so all ask together.
+            return suspects.told(self.collectives.exchange(suspects.before)) if suspects.looked else ""
+
+        scaler.check(self.global_steps, first)
+        suspects.looking = scaler.near_end()
+
+    def _update(self) -> None:
+        self._penalty.apply()
+        self.optimizer.measure(self.collectives)
+        # What the next forward needs first is updated first, and gathered while the rest is updated.
+        first, rest = self.hooks.split_schedule(FIRST_UNITS)
+        for units in (first, rest):
+            self.optimizer.update(units)
+            self.gatherer.invalidate(units)
+            for unit in first if units is first and self.hooks.ahead != 0 else ():
+                self.gatherer.prefetch(unit)
+        self.hooks.open_early()
+
+    def penalty(self, *, l1: float = 0.0, l2: float = 0.0) -> Tensor:
+        """Add `l1 * sum(|p|) + l2 * sum(p**2)` over all trained parameters to the loss of the coming step.
+
+        The way to such a term at stage 3, where parameters are not whole outside their units. Call it once in a step,
+        between its first forward and `step`, on every rank; it counts once, whatever the accumulation. Its gradient is
+        in norm and clipping. Costs a pass over weights and gradients.
+
+        Returns
+        -------
+        Tensor
+            Its value, 0-dim fp32 on the device, without a graph: for logs.
+        """
+        self._alive()
+        return self._penalty.add(l1, l2)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -286,6 +344,7 @@ class Engine(nn.Module):
                 f"`clip_grad_norm_` after {self.reducer.micro_step} of {self.choice.accumulation} micro-steps",
                 "call it right before the step that is applied (`engine.is_gradient_accumulation_boundary()`)",
             )
+        self._penalty.apply()
         self.optimizer.measure(self.collectives, clip=max_norm)
         return self.grad_norm
 
@@ -293,6 +352,7 @@ class Engine(nn.Module):
         """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it."""
         self.sentinels.hide()
         self.hooks.reset_backward()
+        self._penalty.forget()
         self.optimizer.finish()
         self.reducer.abandon()
         for unit in self.units:
@@ -431,6 +491,12 @@ class Engine(nn.Module):
         from zplan.runtime.hf_export import export_engine
 
         self._alive()
+        quantized = next((u.name for u in self.units if u.placement.unit.constant_bytes), None)
+        if quantized is not None:
+            raise ZplanError(
+                f"`{quantized}` is quantized, and a 16-bit folder can't hold it",
+                "save what was trained: `with zplan.summon(model): model.save_pretrained(folder)` writes adapters",
+            )
         self.checkpoints.between_steps("export")
         export_engine(self, Path(save_dir))
         return Path(save_dir)
@@ -500,6 +566,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         kernels=training.kernels,
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
+        persist_numel=training.persist_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
         compile=training.compile,
         transport=_transport(training, mesh),

@@ -19,6 +19,7 @@ from zplan.runtime.arena import Arena
 from zplan.runtime.detect import Found
 from zplan.runtime.fresh import Fresh
 from zplan.runtime.mesh import Mesh
+from zplan.runtime.quantized import check_device
 from zplan.runtime.unit import FlatUnit, Slot
 
 Initializer = Callable[[str, Tensor], None]
@@ -72,6 +73,8 @@ def materialize(  # noqa: PLR0913  the engine's parts
         full = None
         if any(row.name not in bound for row in p.unit.params):
             full = _full_values(f, unit, arena.device, init, fresh, bound)
+        for row, q in zip(p.unit.params, params, strict=True):
+            check_device(row.name, q, arena.device)
         _cut(unit, full, choice, arena)
         del full
         unit.make_views(_dtype(unit, choice), arena, closes=shards_states(choice) and p.closes)

@@ -260,6 +260,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         return u.layout.pieces if shards_states(self.choice) else (None,)
 
+    def ranges(self, u: FlatUnit) -> list[tuple[int, int]]:
+        """`(start, end)` in a unit's flat buffer of each slice that this rank updates."""
+        return [(0, u.layout.padded_numel) if p is None else u.layout.own(p, u.rank) for p in self._pieces(u)]
+
     def _slice(self, u: FlatUnit, tensor: Tensor, piece: Piece | None) -> Tensor:
         """A rank's slice of one piece in a tensor of full length or of the shard's."""
         if piece is None:
@@ -279,6 +283,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if state == "grad":
             return [self._grad(u, piece) for piece in pieces]
         return [self._slice(u, u.states[state], piece) for piece in pieces]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank keeps slices only."""
+        return shards_states(self.choice)
+
+    def weights(self, u: FlatUnit) -> list[Tensor]:
+        """This rank's slices of a unit's weights, as the step updates them."""
+        kept = u.flat if u.master is None else u.master
+        assert kept is not None, f"unit {u.name} has neither master nor flat buffer"
+        return [self._slice(u, kept, piece) for piece in self._pieces(u)]
 
     def set_lr(self, lr: float) -> None:
         """Set the first group's rate, and the others' in the proportions that they had at the start."""

@@ -28,6 +28,7 @@ from zplan.planner.overhead import CUBLAS, CUBLASLT
 from zplan.runtime.engine import Engine
 from zplan.runtime.meter import StorageRegistry
 from zplan.runtime.optimizer import ShardedOptimizer
+from zplan.runtime.quantized import constant_storages
 from zplan.runtime.sentinel import ReducedGradient
 from zplan.runtime.symmetric import outside_bytes
 from zplan.runtime.unit import FlatUnit
@@ -90,6 +91,8 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """(line id, tensor) of everything that the engine's objects hold right now."""
     seen_slots: set[int] = set()
     for u in engine.units:
+        for tensor in constant_storages(u.params).values():
+            yield "params.frozen.constants", tensor
         yield from _unit_tensors(u, sharded_grads=engine.world_size > 1 and engine.choice.stage > 1)
         if u.slot is not None and id(u.slot) not in seen_slots:
             seen_slots.add(id(u.slot))

@@ -204,7 +204,7 @@ def test_remedies_of_a_model_without_activations_claim_no_fit():
 
 
 def test_notes_of_config_and_model_come_along():
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage3_prefetch_bucket_size": 5e7}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"sub_group_size": 5e7}}
     found = zplan.estimate("gpt2", gpus=8, mem=24, config=config)
     assert any("changes nothing" in n for n in found.notes) and any("dropout" in n for n in found.notes)
     found = zplan.estimate("llama-2-7b", gpus=8, mem=80, seq=8192)

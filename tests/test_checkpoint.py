@@ -17,8 +17,6 @@ from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize
 
-STATES = ("weight", "exp_avg", "exp_avg_sq")
-
 GLOBAL_BATCH = 24
 UNEVEN = replace(w.LLAMA, layers=3, hidden=40, heads=2, kv_heads=1, head_dim=20, ffn=72, vocab=67)
 """Sizes that no world size divides."""

@@ -21,8 +21,6 @@ from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize
 
-STATES = ("weight", "exp_avg", "exp_avg_sq")
-
 SAVES_BEFORE = 1
 LONGEST = 0.06
 """Seconds after the first save at which a kill falls at the latest; a save takes about 0.02."""

@@ -163,6 +163,32 @@ def test_a_penalty_over_parameters_gives_the_references_gradient_where_they_are_
         m.equal([r[str(stage)] for r in results], want)
 
 
+def penalized_by_call(model: torch.nn.Module, backward: m.Backward, step: int, rank: int, k: int) -> torch.Tensor:
+    """The same by the engine's own call, once in a step; by hand where there is no engine."""
+    loss = model(**m.tokens(step, rank, k))
+    if hasattr(model, "penalty"):
+        backward(loss)
+        return loss + (model.penalty(l1=1e-4, l2=1e-3) if k == model.choice.accumulation - 1 else 0.0)
+    params = list(model.parameters())
+    loss = loss + 1e-3 * sum(p.square().sum() for p in params) + 1e-4 * sum(p.abs().sum() for p in params)
+    backward(loss)
+    return loss
+
+
+@pytest.mark.gloo
+def test_a_penalty_by_call_gives_the_references_gradient_at_every_stage(run_ranks):
+    path, recipe = "test_models_flow:Net", "test_models_summon:penalized_by_call"
+    cases = {f"{s} {k}": (path, ("tied",), m.config(s, k), 3, recipe) for s in (0, 1, 2, 3) for k in (1, 2)}
+    results = run_ranks(2, m.train_each, cases)
+    for accumulation in (1, 2):
+        want = m.reference(path, ("tied",), steps=3, world_size=2, accumulation=accumulation, recipe=recipe)
+        for stage in range(4):
+            found = [r[f"{stage} {accumulation}"] for r in results]
+            if accumulation == 2:  # the value comes with the last micro-step only, in the reference with each
+                want["losses"] = np.mean([r["losses"] for r in found], axis=0).reshape(3, -1).mean(axis=1)
+            m.equal(found, want)
+
+
 def penalized_3(rank: int, world_size: int) -> tuple[str, str]:
     engine, *_ = initialize(model=Net(""), config=m.config(3))
     try:
@@ -175,4 +201,4 @@ def penalized_3(rank: int, world_size: int) -> tuple[str, str]:
 @pytest.mark.gloo
 def test_a_penalty_over_sharded_parameters_is_refused_with_the_way_out(run_ranks):
     for said, hint in run_ranks(2, penalized_3):
-        assert "is used outside the forward of its unit `layers." in said and "weight_decay" in hint
+        assert "is used outside the forward of its unit `layers." in said and "engine.penalty(l1=..., l2=...)" in hint

@@ -166,9 +166,7 @@ QUESTION = (
     click.option("--lora-targets", metavar="NAMES", help="q,v; attention; all-linear; or names.  [default: q,v]"),
     click.option("--lora-embeddings", is_flag=True, help="Train embedding and head in full beside the adapters."),
     click.option("--qlora", is_flag=True, help="Keep the frozen linear maps in 4 bits (nf4)."),
-    click.option(
-        "--efficiency", metavar="SHARE", help="Of the card's peak, in matrix products.  [default: 0.5, A100 0.7]"
-    ),
+    click.option("--efficiency", metavar="SHARE", help="Of the card's peak, in products.  [default: 0.5, A100 0.7]"),
     click.option("--network", metavar="GB/S", help="What a node sends to others.  [default: by the kind of card]"),
     click.option("--tokens", metavar="COUNT", help="Train on so many (20e9): hours and GPU-hours are told."),
     click.option("--epochs", type=int, metavar="N", help="Train so many times on --examples, instead of --tokens."),
