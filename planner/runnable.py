@@ -81,7 +81,7 @@ def _limits(c: Choice) -> Iterator[Limit]:
         why = "zplan's runtime keeps all states on the GPU"
         yield Limit("--offload", c.offload.told(), why, "use --offload none, and more GPUs or --checkpointing full")
     if c.reduce_dtype != "fp32":
-        why = "zplan reduces and accumulates gradients in fp32"
+        why = "zplan reduces and accumulates gradients in fp32 (`communication_data_type` of a config)"
         yield Limit("--reduce-dtype", c.reduce_dtype, why, "use --reduce-dtype fp32")
 
 

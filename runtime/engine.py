@@ -23,7 +23,7 @@ from zplan.planner.fused import check_compiled
 from zplan.planner.placement import place_units, shards_states
 from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.arena import Arena
-from zplan.runtime.breakdown import Breakdown, telling_of
+from zplan.runtime.breakdown import breakdown_of, telling_of
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.compiled import compile_forwards
@@ -141,9 +141,7 @@ class Engine(nn.Module):
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.hooks.ahead = training.prefetch_numel if training.overlap else 0
         self.on_phase = LISTENERS[-1] if LISTENERS else None
-        self.breakdown = Breakdown(mesh.device) if training.breakdown else None
-        if self.breakdown is not None:
-            self.collectives.watch = self.streams.watch = self.breakdown.span
+        self.breakdown = breakdown_of(training, self.collectives, self.streams)
         self.telling = telling_of(self, training)
         self.global_steps = 0
         self.global_samples = 0
