@@ -170,11 +170,16 @@ def _read_config(
     training = from_mapping(config, world_size=world_size, source=f"config of {source}")
     shared = {n for n in _names(Choice)} & {n for n in _names(TrainingConfig)}
     choice = Choice(**{n: getattr(training, n) for n in shared}, device=device)
-    # The keys that only DeepSpeed reads were written by zplan itself; they need no note. Nor was anything asked for but
-    # the settings: where no size to gather ahead was, the file names DeepSpeed's nearest to zplan's one unit.
+    return _as_asked(training, document, where), choice
+
+
+def _as_asked(training: TrainingConfig, document: Mapping[str, Any], where: str) -> TrainingConfig:
+    """The keys that only DeepSpeed reads were written by zplan itself; they need no note. Nor was anything asked for
+    but the settings: where no size to gather ahead was, the file names DeepSpeed's nearest to zplan's one unit.
+    """
     given = frozenset(_strings("settings", where, document["settings"])) & frozenset(FREE)
     ahead = training.prefetch_numel if "prefetch_numel" in given else None
-    return replace(training, given=given, notes=(), prefetch_numel=ahead), choice
+    return replace(training, given=given, notes=(), prefetch_numel=ahead)
 
 
 def _read_other(
@@ -188,11 +193,7 @@ def _read_other(
     config = {**plain(want_object("config", where, document["config"])), "zplan": own}
     training = from_mapping(config, world_size=choice.world_size, source=f"config of {where}")
     shared = {n: getattr(choice, n) for n in set(_names(Choice)) & set(_names(TrainingConfig))}
-    given = frozenset(_strings("settings", where, document["settings"])) & frozenset(FREE)
-    # DeepSpeed's own sizes are in the choice; zplan's are only there where they were asked for.
-    ahead = training.prefetch_numel if "prefetch_numel" in given else None
-    overlap = training.overlap or "overlap" not in given
-    return replace(training, **shared, given=given, notes=(), prefetch_numel=ahead, overlap=overlap), choice
+    return replace(_as_asked(training, document, where), **shared), choice
 
 
 def _read_decision(value: Any, where: str) -> Decision:
