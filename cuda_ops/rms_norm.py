@@ -20,7 +20,7 @@ PARTS = 256
 """Blocks of the backward, each with an fp32 row of its part of the weight's gradient. On every GPU the same, so that
 sums are added in the same order everywhere, and the buffer's size is known."""
 
-FORWARD_SHARE, BACKWARD_SHARE = 32, 8
+FORWARD_SHARE, BACKWARD_SHARE = 64, 8
 """Elements of a row that a thread holds, where there are threads enough."""
 
 MAX_WIDTH = 2**15

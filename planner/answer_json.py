@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from zplan.planner.models import architecture_values
+from zplan.planner.ledger import Kind, Ledger, Line, Tier
+from zplan.planner.models import adapter_values, architecture_values
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK, runtime_rate
 from zplan.planner.writing import render
 
 if TYPE_CHECKING:
+    from zplan.planner.activities import Activity
     from zplan.planner.api import Estimate
 
 
@@ -27,7 +29,9 @@ def estimate_json(e: Estimate) -> str:
         "zplan_version": __version__,
         "fits": e.fits,
         "activations_counted": e.counted,
+        "estimate_only": list(e.estimate_only),
         "peak_bytes": e.peak_bytes,
+        "peak_between_bytes": [e.row.low_bytes, e.row.high_bytes],
         "verdict": asdict(e.verdict),
         "asked": dict(e.request.asked),
         "chosen": [asdict(d) for d in e.decisions],
@@ -36,7 +40,9 @@ def estimate_json(e: Estimate) -> str:
             "source": e.model.source,
             "assumed": e.model.assumed,
             "num_params": e.model.num_params,
-            "shape_num_params": e.model.spec.num_params,
+            "shape_num_params": e.model.shape_params,
+            "trained_num_params": e.model.reckoned_params,
+            "adapters": adapter_values(e.model.spec.adapters),
             "architecture": architecture_values(arch),
             "num_active_params": e.model.spec.num_active,
             "estimate_only": not arch.runnable,
@@ -46,23 +52,32 @@ def estimate_json(e: Estimate) -> str:
             {"stage": s, "states_bytes": n, "formula": r.formula(), "sent_bytes": t}
             for s, (n, r, t) in enumerate(zip(e.textbook(), TEXTBOOK, e.textbook_traffic(), strict=True))
         ],
-        "stages": [
-            {**row_json(r), "gather_bytes": t.gather_bytes, "reduce_bytes": t.reduce_bytes}
-            for r, t in zip(e.rows, e.traffic, strict=True)
-        ],
+        "stages": [{**row_json(r), **asdict(t)} for r, t in zip(e.rows, e.traffic, strict=True)],
+        "times": _times(e),
+        "untimed": e.untimed,
         "one_gpu": row_json(e.single),
         "longest_seq": e.longest_seq,
         "remedies": [asdict(r) for r in e.remedies],
-        "lines": [{**asdict(x), "spans": len(x.spans), "live_at_peak": n} for x, n in _with_counts(e.row)],
+        "lines": [_line(x, n) for x, n in _live(e.row.ledger, e.row.peak_phase)],
+        "tiers": [{**asdict(use), "over_bytes": use.over_bytes} for use in e.tiers],
+        "activities": [_activity(a) for a in e.activities],
         "not_counted": list(e.not_counted),
         "notes": list(e.notes),
     }
     return render(document) + "\n"
 
 
+def _times(e: Estimate) -> list[dict[str, Any]]:
+    """By stage as in `stages`; empty where no time can be told."""
+    if not e.timings:
+        return []
+    from zplan.planner.timing import timing_json
+
+    return [{"stage": t.choice.stage, **timing_json(t)} for t in e.timings]
+
+
 def row_json(row: Row) -> dict[str, Any]:
     """One stage's row."""
-    kinds = row.ledger.kind_at_peak()
     return {
         "stage": row.choice.stage,
         "world_size": row.choice.world_size,
@@ -71,16 +86,41 @@ def row_json(row: Row) -> dict[str, Any]:
         "accumulation": row.choice.accumulation,
         "seq": row.choice.seq,
         "rate": runtime_rate(row.choice).formula(),
-        **{f"{kind}_bytes": kinds.get(kind, 0) for kind in ("states", "buffers", "activations", "overhead")},
+        **{f"{kind}_bytes": row.kinds.get(kind, 0) for kind in get_args(Kind)},
         "peak_bytes": row.peak_bytes,
         "peak_phase": row.peak_phase,
+        "low_bytes": row.low_bytes,
+        "high_bytes": row.high_bytes,
+        "margin_bytes": row.margin_bytes,
         "capacity_bytes": row.capacity_bytes,
         "spare_bytes": row.spare_bytes,
+        "off_device": asdict(row.off_device),
         "fits": row.fits,
     }
 
 
-def _with_counts(row: Row) -> list[tuple[Any, int]]:
-    """Every line with the instances alive in the peak phase."""
-    live = {(x.id, x.tier): n for x, n in row.ledger.live(row.peak_phase)}
-    return [(x, live.get((x.id, x.tier), 0)) for x in row.ledger.lines]
+def _activity(a: Activity) -> dict[str, Any]:
+    low, high = a.ledger.interval()
+    return {
+        "name": a.name,
+        "device_bytes": a.device_bytes,
+        "low_bytes": low,
+        "high_bytes": high,
+        "host_bytes": a.host_bytes,
+        "phase": a.phase,
+        "every_rank": a.every_rank,
+        "plain": a.plain,
+        "note": a.note,
+        "lines": [_line(x, n) for x, n in _live(a.ledger, a.phase)],
+    }
+
+
+def _line(line: Line, live: int) -> dict[str, Any]:
+    low, high = line.bounds
+    return {**asdict(line), "low": low, "high": high, "spans": len(line.spans), "live_at_peak": live}
+
+
+def _live(ledger: Ledger, phase: str) -> list[tuple[Line, int]]:
+    """Every line with the instances alive in a phase."""
+    live = {(x.id, x.tier): n for tier in get_args(Tier) for x, n in ledger.live(phase, tier)}
+    return [(x, live.get((x.id, x.tier), 0)) for x in ledger.lines]

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zplan.planner.activations import counted
-from zplan.planner.comm import Traffic, textbook_traffic, traffic
+from zplan.planner.activities import Activity, activities
+from zplan.planner.comm import Traffic, textbook_traffic
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware, hardware_from
 from zplan.planner.ledger import Line
-from zplan.planner.remedies import Remedy, remedies
+from zplan.planner.models import ModelSpec
 from zplan.planner.request import Request, make_request
 from zplan.planner.search import STAGES, Row, Search
 from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import textbook_states
+from zplan.planner.tiers import TierUse, tier_uses
 from zplan.planner.units import format_percent
-from zplan.planner.verdict import Decision, Verdict, decisions, judge, judge_states
+from zplan.planner.verdict import Decision, Verdict, beyond_offload, decisions, judge, judge_states, judge_tiers
 
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
+    from zplan.planner.remedies import Remedy
+    from zplan.planner.timing import Timing
 
 NOT_COUNTED = (
     "fragmentation beyond the line `alloc.rounding`: the launcher sets expandable segments",
     "other processes and a display on the card",
-    "evaluation, generation and saving of checkpoints",
     "memory that a script of your own keeps: logits, extra losses, a second model",
-    "the host's memory: page cache, data loading, the process itself",
+    "of the host's memory: the page cache and data loading",
 )
 """What no row holds. Every table says so."""
 
@@ -58,6 +61,14 @@ class Estimate:
     """What would make it fit; empty when it does."""
     traffic: tuple[Traffic, ...]
     """By stage, for the choices of `rows`."""
+    untimed: str
+    """Why `timings` is empty; empty where it is not."""
+    timings: tuple[Timing, ...]
+    """By stage, for the choices of `rows`: time of a step and cost of the training; empty where they can't be told."""
+    activities: tuple[Activity, ...]
+    """What the picked choice holds beside its steps; zplan's own runtime only."""
+    tiers: tuple[TierUse, ...]
+    """Device, host, pinned and NVMe at their fullest, over the step and what `zplan run` does beside it."""
     notes: tuple[str, ...]
 
     @property
@@ -67,7 +78,15 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.row.fits and self.counted
+        """Whether the picked choice does, in every memory whose size is known."""
+        return self.row.fits and self.counted and not any(use.over_bytes for use in self.tiers)
+
+    @property
+    def estimate_only(self) -> tuple[str, ...]:
+        """What zplan's runtime can't do of it, and why; empty where `zplan plan` and `zplan run` take it."""
+        from zplan.planner.runnable import limits
+
+        return tuple(limit.told() for limit in limits(self.row.choice, self.model.spec))
 
     @property
     def not_counted(self) -> tuple[str, ...]:
@@ -89,13 +108,15 @@ class Estimate:
 
     def textbook(self) -> tuple[int, ...]:
         """Bytes of model states by stage, as textbooks count them."""
-        return tuple(textbook_states(self.model.num_params, s, self.hardware.world_size) for s in STAGES)
+        m, n = self.model, self.hardware.world_size
+        frozen = m.frozen_bytes(2)
+        return tuple(textbook_states(m.reckoned_params, s, n) + -(-frozen // (n if s == 3 else 1)) for s in STAGES)
 
     def textbook_traffic(self) -> tuple[int, ...]:
         """Bytes sent per step by stage, as textbooks count them, for the accumulation of each row."""
         return tuple(
             textbook_traffic(
-                self.model.num_params, s, world_size=self.hardware.world_size, accumulation=r.choice.accumulation
+                self.model.reckoned_params, s, world_size=self.hardware.world_size, accumulation=r.choice.accumulation
             )
             for s, r in zip(STAGES, self.rows, strict=True)
         )
@@ -116,8 +137,18 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     gpu: str | None = None,
     nodes: int | None = None,
     host_mem: int | float | str | None = None,
+    nvme: int | float | str | None = None,
+    margin: int | float | str | None = None,
+    efficiency: float | None = None,
+    network: float | None = None,
+    tokens: int | float | str | None = None,
+    epochs: int | None = None,
+    examples: int | float | str | None = None,
+    price: float | None = None,
     stage: int | None = None,
     offload: str | None = None,
+    offload_params: str | None = None,
+    offload_ratio: float | None = None,
     optimizer: str | None = None,
     accumulation: int | None = None,
     micro_batch: int | None = None,
@@ -125,11 +156,21 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     seq: int | None = None,
     precision: str | None = None,
     checkpointing: str | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_offload: bool = False,
     attention: str | None = None,
+    cross_entropy: str | None = None,
+    reduce_dtype: str | None = None,
+    padded: bool = False,
     device: str | None = None,
     compile: bool = False,  # noqa: A002 - the option's name
+    saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
+    lora: int | None = None,
+    lora_targets: str | None = None,
+    lora_embeddings: bool = False,
+    qlora: bool = False,
 ) -> Estimate:
     """Say whether a training fits and how zplan would run it.
 
@@ -143,16 +184,41 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         GPUs over all nodes. Left out: one where a card is described, else this machine's.
     mem, gpu
         Memory per GPU (a bare number is GiB), or a name that `zplan gpus` lists. Left out: this machine's.
-    host_mem
-        Per node. Nothing lies there without offload.
-    stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, compile
+    host_mem, nvme
+        Per node; what the ranks of a node take together is held against them.
+    margin
+        What stays free of a card beyond the interval of the total: a share (`"15%"`) or a size.
+    efficiency
+        Share of the card's dense peak that matrix products reach in a step; 0.5 where left out.
+    network
+        GB/s that a node sends to others.
+    tokens, epochs, examples
+        How much is trained: so many tokens, or so many times so many sequences.
+    price
+        Of one GPU for one hour.
+    stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, compile, saving
         Fix a choice; what is left out is chosen and marked so.
-    offload, optimizer
-        `none` and `adamw`; the rest are refused by name.
+    offload, offload_params
+        Where the optimizer and the parameters lie between their uses: `none`, `cpu` or `nvme`.
+    offload_ratio
+        Share of the elements that is offloaded, the first units of the schedule.
+    optimizer
+        A name of `planner/optimizers.py`: what zplan does not step with is answered as `estimate only`.
+    checkpoint_every, checkpoint_offload
+        Blocks in one checkpointed segment; whether a segment's input waits in host memory.
+    cross_entropy
+        `plain` from whole logits in fp32, `bf16` from them as they are, `chunked` or `fused` without whole ones.
+    padded
+        Sequences are padded to `seq` and attention takes a mask; otherwise they are packed, and none is needed.
+    reduce_dtype
+        `fp32` or `bf16`: in which gradients are reduced and accumulated.
     config
         A DeepSpeed config, a path or a mapping; fixes what it names.
     offline
         Never touch the network.
+    lora, lora_targets, lora_embeddings, qlora
+        Freeze the model and train adapters of this rank beside its linear maps: `q,v`, `attention`, `all-linear` or
+        names with commas; embedding and head in full beside them; the frozen linear maps in 4 bits.
 
     Examples
     --------
@@ -168,20 +234,72 @@ def answer(request: Request) -> Estimate:
     search = open_search(request, remainder=True)
     rows = search.rows()
     row, single = search.pick(rows), search.single()
+    others, uses = beside(search.model.spec, row, search.hardware)
+    verdict = _judge(search, row, single)
+    times = _timings(search, rows)
     return Estimate(
         request=request,
         model=search.model,
         hardware=search.hardware,
-        verdict=judge(row, single) if counted(search.model.spec) else judge_states(row),
+        verdict=judge_tiers(row, uses) or verdict,
         rows=rows,
         row=row,
         single=single,
         decisions=decisions(search, row, rows),
         longest_seq=search.longest_seq(row) if counted(search.model.spec) else 0,
-        remedies=() if row.fits else remedies(search, row),
-        traffic=tuple(traffic(search.model.spec, r.choice) for r in rows),
+        remedies=_remedies(search, row, uses),
+        activities=others,
+        tiers=uses,
+        traffic=tuple(search.traffic(r.choice) for r in rows),
+        timings=times,
+        untimed="" if times else search.why_untimed(row.choice),
         notes=_notes(search),
     )
+
+
+def _remedies(search: Search, row: Row, uses: tuple[TierUse, ...]) -> tuple[Remedy, ...]:
+    """What would make it fit, over the step or beside it."""
+    if row.fits and not any(use.over_bytes for use in uses):
+        return ()
+    from zplan.planner.remedies import larger, remedies
+
+    return remedies(search, row) if not row.fits else larger(row, uses, search.request.margin)
+
+
+def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
+    untimed = next((r for r in rows if search.time(r.choice) is None), None)
+    if untimed is not None:
+        if search.request.goal.asked:
+            raise ZplanError(
+                f"no hours can be told: {search.why_untimed(untimed.choice)}",
+                "name a card of `zplan gpus` with --gpu, and use --precision bf16",
+            )
+        return ()
+    from zplan.planner.timing import timings
+
+    return timings(search, rows)
+
+
+def _judge(search: Search, row: Row, single: Row) -> Verdict:
+    """The verdict of the step; what nothing can help is told at once."""
+    if not counted(search.model.spec):
+        return judge_states(row)
+    verdict = judge(row, single)
+    if row.spare_bytes >= 0:
+        return verdict
+    from zplan.planner.remedies import leanest
+
+    lean = leanest(search, row)
+    seq = search.longest_seq(lean) if lean is not None and lean.spare_bytes < 0 else 0
+    return replace(verdict, text=verdict.text + beyond_offload(row, lean, seq))
+
+
+def beside(spec: ModelSpec, row: Row, hardware: Hardware) -> tuple[tuple[Activity, ...], tuple[TierUse, ...]]:
+    """What zplan's runtime holds outside the step, and what every memory holds at its fullest."""
+    c = row.choice
+    others = activities(spec, c, row.ledger) if c.runtime == "zplan" else ()
+    plain = [a for a in others if a.plain]
+    return others, tier_uses(row.ledger, plain, hardware, c.world_size, row.margin_bytes)
 
 
 def _with_ring(request: Request, model: Model) -> Request:
@@ -197,9 +315,18 @@ def _with_ring(request: Request, model: Model) -> Request:
     return replace(request, settings=settings, fixed={**request.fixed, "ring_slots": slots}, fixed_by=fixed_by)
 
 
+def _tuned(model: Model, request: Request) -> Model:
+    """The model with the adapters that were asked for."""
+    if request.tuning is None:
+        return model
+    from zplan.planner.adapters import adapted_model
+
+    return adapted_model(model, request.tuning)
+
+
 def open_search(request: Request, *, remainder: bool) -> Search:
     """The model and the machine of a request."""
-    model = model_from(request.model, request.params, offline=request.offline)
+    model = _tuned(model_from(request.model, request.params, offline=request.offline), request)
     request = _with_ring(request, model)
     hardware = hardware_from(
         gpus=request.gpus,
@@ -207,6 +334,7 @@ def open_search(request: Request, *, remainder: bool) -> Search:
         gpu=request.gpu,
         nodes=request.nodes,
         host_mem_bytes=request.host_mem_bytes,
+        nvme_bytes=request.nvme_bytes,
         device=request.get("device") or "cuda",
     )
     return Search(model, hardware, request, remainder=remainder)
@@ -218,7 +346,10 @@ def _notes(search: Search) -> tuple[str, ...]:
     long: tuple[str, ...] = ()
     if search.seq > limit and not search.model.assumed:
         long = (f"--seq {search.seq} is longer than what `{search.model.spec.name}` is made for, {limit} tokens",)
-    return (*search.request.notes, *search.hardware.notes, *search.model.notes, *long)
+    padded: tuple[str, ...] = ()
+    if search.request.get("padded"):
+        padded = (f"the worst batch counts: every sequence is taken as padded to {search.seq} tokens, loss included",)
+    return (*search.request.notes, *search.hardware.notes, *search.model.notes, *long, *padded)
 
 
 def plan(  # noqa: PLR0913 - as `estimate`
@@ -230,8 +361,18 @@ def plan(  # noqa: PLR0913 - as `estimate`
     gpu: str | None = None,
     nodes: int | None = None,
     host_mem: int | float | str | None = None,
+    nvme: int | float | str | None = None,
+    margin: int | float | str | None = None,
+    efficiency: float | None = None,
+    network: float | None = None,
+    tokens: int | float | str | None = None,
+    epochs: int | None = None,
+    examples: int | float | str | None = None,
+    price: float | None = None,
     stage: int | None = None,
     offload: str | None = None,
+    offload_params: str | None = None,
+    offload_ratio: float | None = None,
     optimizer: str | None = None,
     accumulation: int | None = None,
     micro_batch: int | None = None,
@@ -239,11 +380,21 @@ def plan(  # noqa: PLR0913 - as `estimate`
     seq: int | None = None,
     precision: str | None = None,
     checkpointing: str | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_offload: bool = False,
     attention: str | None = None,
+    cross_entropy: str | None = None,
+    reduce_dtype: str | None = None,
+    padded: bool = False,
     device: str | None = None,
     compile: bool = False,  # noqa: A002 - the option's name
+    saving: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
+    lora: int | None = None,
+    lora_targets: str | None = None,
+    lora_embeddings: bool = False,
+    qlora: bool = False,
 ) -> Plan:
     """Choose as `estimate` does and return the plan that `zplan run` and `zplan.initialize` take.
 
@@ -278,15 +429,24 @@ def make_plan(request: Request) -> Plan:
     rows = search.rows()
     row = search.pick(rows)
     if not row.fits:
-        nearest = remedies(search, row)
+        from zplan.planner.remedies import remedies
+
+        nearest = [r for r in remedies(search, row) if not r.estimate_only]
         hint = (
             f"it would fit with {nearest[0].what} ({nearest[0].option})" if nearest else "no single change makes it fit"
         )
-        raise DoesNotFit(judge(row, search.single()).text.rstrip("."), hint)
+        raise DoesNotFit(_judge(search, row, search.single()).text.rstrip("."), hint)
+    _, uses = beside(search.model.spec, row, search.hardware)
+    verdict = judge_tiers(row, uses)
+    if verdict is not None:
+        from zplan.planner.remedies import larger
+
+        hardware = larger(row, uses, request.margin)
+        raise DoesNotFit(verdict.text.rstrip("."), f"it would fit with {hardware[0].what}" if hardware else None)
     notes = _notes(search)
     if search.model.assumed:
         missing, asked = search.model.missing_params, search.model.num_params
-        count = f"{search.model.spec.num_params:,} parameters, {format_percent(missing, asked)} fewer than asked"
+        count = f"{search.model.shape_params:,} parameters, {format_percent(missing, asked)} fewer than asked"
         notes = (*notes, f"the plan is for the assumed shape itself: {count}")
     return Plan(
         asked=dict(request.asked),

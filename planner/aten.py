@@ -8,13 +8,14 @@ Values have an itemsize instead of a dtype: 2 bf16, 4 fp32, 8 int64, 1 bool.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from zplan.planner.layout import ceil_to
 from zplan.planner.strides import dense_like, row_major, view_strides
-from zplan.planner.tape import TILE_32, TILE_128, Tape, Value
+from zplan.planner.tape import TILE_32, TILE_128, Storage, Tape, Value
 
 INT64, FP32, BF16, BOOL = 8, 4, 2, 1
 AttentionKernel = Literal["cpu", "flash", "efficient"]
@@ -69,6 +70,14 @@ Grads = list[Value]
 Outs = list["Value | None"]
 
 
+def _factors(a: Value, b: Value) -> list[Value]:
+    """What a product saves: each factor, where the other one needs a gradient."""
+    return [x for x, other in ((a, b), (b, a)) if other.node is not None]
+
+
+NF4_BLOCK = 64
+"""Elements of a 4-bit weight that share one constant."""
+
 SORT_ABOVE = 3072
 """Tokens up to which the backward of an embedding needs no sorting on CUDA."""
 ROWS_PER_SEGMENT = 10
@@ -106,10 +115,14 @@ class Aten:
 
     def __init__(self, tape: Tape, table: DeviceTable) -> None:
         self.tape, self.table = tape, table
+        self.adapters: dict[Storage, tuple[Value, Value]] = {}
+        """Low-rank factors (rank, in) and (out, rank) beside a frozen weight."""
+        self.quantized: set[Storage] = set()
+        """Weights of 4 bits, which every product makes whole first."""
+        self.masked = False
+        """Whether fused attention takes a mask: of a padded batch."""
         self.fused = False
         """Whether the built-in decoder runs our own kernels: `planner/fused.py`."""
-        self.fused_loss = False
-        """Whether its head and loss are one op."""
 
     def named(self, label: str, x: Value) -> Value:
         """Give a value's storage a name for people."""
@@ -165,6 +178,22 @@ class Aten:
         self.tape.finish(node, *out)
         return out
 
+    def split_rows(self, x: Value, sizes: Sequence[int]) -> list[Value]:
+        """Parts of the first dim; their gradients are concatenated."""
+        shape, itemsize = x.shape, x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "cat")])
+        out = [x.view((n, *shape[1:]), x.strides) for n in sizes]
+        self.tape.finish(node, *out)
+        return out
+
+    def stack(self, xs: Sequence[Value]) -> Value:
+        """Scalars to one vector; the gradients are its elements."""
+        count = len(xs)
+        node = self.tape.node(xs, lambda g, s: [g[0].view((), ()) for _ in range(count)])
+        out = self.tape.new((count,), xs[0].itemsize, "stack")
+        self.tape.finish(node, out)
+        return out
+
     def narrow(self, x: Value, start: int, length: int) -> Value:
         """`x[..., start:start + length]`; its gradient is written into zeros."""
         shape, itemsize = x.shape, x.itemsize
@@ -211,7 +240,8 @@ class Aten:
         return out
 
     def sub(self, a: Value, b: Value) -> Value:
-        node = self.tape.node([a, b], lambda g, s: [g[0].alias(), self.like(g[0], "neg")])
+        second = b.node is not None
+        node = self.tape.node([a, b], lambda g, s: [g[0].alias(), self.like(g[0], "neg") if second else None])
         out = self.like(a, "sub")
         self.tape.finish(node, out)
         return out
@@ -219,15 +249,13 @@ class Aten:
     def mul(self, a: Value, b: Value) -> Value:
         """`b` may be smaller and broadcast, and of another itemsize; the wider one wins."""
         wide = max(a.itemsize, b.itemsize)
-        if b.node is None:
-            node = self.tape.node([a], lambda g, s: [self.like(g[0], "mul")], b)
-        else:
+        first, second = a.node is not None, b.node is not None
 
-            def backward(g: Grads, s: Grads) -> Outs:
-                other = self.like(g[0], "mul")
-                return [self.like(g[0], "mul"), other]
+        def backward(g: Grads, s: Grads) -> Outs:
+            other = self.like(g[0], "mul") if second else None
+            return [self.like(g[0], "mul") if first else None, other]
 
-            node = self.tape.node([a, b], backward, a, b)
+        node = self.tape.node([a, b], backward, *_factors(a, b))
         out = self.like(a, "mul", wide)
         self.tape.finish(node, out)
         return out
@@ -305,6 +333,16 @@ class Aten:
         self.tape.finish(node, out, saved=[out])
         return out
 
+    def dropout(self, x: Value) -> Value:
+        """Training's, of any probability but 0. A GPU keeps a mask of bytes, a CPU the factors in the input's dtype."""
+        if not self.table.kernels:
+            return self.mul(x, self.like(x, "dropout.mask"))
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "dropout.grad")])
+        out = self.like(x, "dropout")
+        mask = self.like(x, "dropout.mask", BOOL)
+        self.tape.finish(node, out, saved=[mask])
+        return out
+
     def masked_fill(self, x: Value, mask: Value) -> Value:
         node = self.tape.node([x], lambda g, s: [self.like(g[0], "masked_fill")], mask)
         out = self.like(x, "masked_fill")
@@ -334,7 +372,20 @@ class Aten:
     # Matrix products
 
     def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
-        """(..., in) times a parameter (out, in), and perhaps a bias (out,)."""
+        """(..., in) times a parameter (out, in), and perhaps a bias (out,); beside it its adapter, where it has one."""
+        if weight.storage in self.adapters:
+            return self._adapted(x, weight, bias)
+        return self._base(x, weight, bias)
+
+    def _adapted(self, x: Value, weight: Value, bias: Value | None) -> Value:
+        """`result + B(A(x)) * scale`, as peft's Linear without dropout writes it."""
+        first, second = self.adapters[weight.storage]
+        result = self._base(x, weight, bias)
+        return self.add(result, self.scale(self._base(self._base(x, first), second)))
+
+    def _base(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
+        if weight.storage in self.quantized:
+            return self._quantized(x, weight, bias)
         rows, wide = x.numel // x.shape[-1], weight.shape[0]
         if bias is None:
             w = self.transpose(weight, 0, 1)
@@ -346,28 +397,69 @@ class Aten:
         del flat
         return self.view(out, (*x.shape[:-1], wide))
 
-    def mm(self, a: Value, b: Value) -> Value:
-        a_shape, b_shape = a.shape, b.shape
+    def _quantized(self, x: Value, weight: Value, bias: Value | None) -> Value:
+        """A product with a weight of 4 bits (bitsandbytes 0.50, `MatMul4Bit`): forward and backward make it whole in
+        the compute dtype, and keep neither that nor the input.
+        """
+        shape, old = weight.shape, x.shape
 
         def backward(g: Grads, s: Grads) -> Outs:
-            second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0]))
-            return [self.tape.new(a_shape, g[0].itemsize, "mm.input"), second]
+            self.tape.multiply(math.prod(old[:-1]), *shape)
+            whole = self._dequantized(shape, g[0].itemsize)
+            out = self.tape.new(old, g[0].itemsize, "mm.input")
+            del whole
+            return [out]
 
-        node = self.tape.node([a, b], backward, a, b)
-        out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "mm")
+        node = self.tape.node([x], backward)
+        self.tape.multiply(x.numel // old[-1], *shape)
+        whole = self._dequantized(shape, x.itemsize)
+        out = self.tape.new((*old[:-1], shape[0]), x.itemsize, "mm")
+        del whole
         self.tape.finish(node, out)
         return out
 
-    def addmm(self, bias: Value, a: Value, b: Value) -> Value:
+    def _dequantized(self, shape: tuple[int, ...], itemsize: int) -> tuple[Value, Value]:
+        """The whole weight, and the fp32 constants of its blocks, which are 8 bits themselves."""
+        blocks = self.tape.new((-(-math.prod(shape) // NF4_BLOCK),), FP32, "nf4.constants")
+        blocks = self.like(blocks, "nf4.constants")
+        return blocks, self.tape.new(shape, itemsize, "nf4.whole")
+
+    def mm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
+        left, right = a.node is not None, b.node is not None
 
         def backward(g: Grads, s: Grads) -> Outs:
-            first = self.tape.new(a_shape, g[0].itemsize, "mm.input")
-            second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0]))
+            self.tape.multiply(*a_shape, b_shape[1], times=left + right)
+            second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0])) if right else None
+            return [self.tape.new(a_shape, g[0].itemsize, "mm.input") if left else None, second]
+
+        node = self.tape.node([a, b], backward, *_factors(a, b))
+        out = self._made(a, b, "mm")
+        self.tape.finish(node, out)
+        return out
+
+    def _made(self, a: Value, b: Value, label: str) -> Value:
+        """The product of two matrices, unless selective checkpointing kept it."""
+        m, k, n, itemsize = *a.shape, b.shape[1], a.itemsize
+
+        def make() -> list[Value]:
+            self.tape.multiply(m, k, n)
+            return [self.tape.new((m, n), itemsize, label)]
+
+        return self.tape.product(make)[0]
+
+    def addmm(self, bias: Value, a: Value, b: Value) -> Value:
+        a_shape, b_shape = a.shape, b.shape
+        left, right = a.node is not None, b.node is not None
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*a_shape, b_shape[1], times=left + right)
+            first = self.tape.new(a_shape, g[0].itemsize, "mm.input") if left else None
+            second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0])) if right else None
             return [g[0].alias(), first, second]
 
-        node = self.tape.node([bias, a, b], backward, a, b)
-        out = self.tape.new((a.shape[0], b.shape[1]), a.itemsize, "addmm")
+        node = self.tape.node([bias, a, b], backward, *_factors(a, b))
+        out = self._made(a, b, "addmm")
         self.tape.finish(node, out)
         return out
 
@@ -380,12 +472,15 @@ class Aten:
 
     def bmm(self, a: Value, b: Value) -> Value:
         a_shape, b_shape = a.shape, b.shape
+        left, right = a.node is not None, b.node is not None
 
         def backward(g: Grads, s: Grads) -> Outs:
-            second = self.tape.new(b_shape, g[0].itemsize, "bmm")
-            return [self.tape.new(a_shape, g[0].itemsize, "bmm"), second]
+            self.tape.multiply(*a_shape, b_shape[2], times=left + right)
+            second = self.tape.new(b_shape, g[0].itemsize, "bmm") if right else None
+            return [self.tape.new(a_shape, g[0].itemsize, "bmm") if left else None, second]
 
-        node = self.tape.node([a, b], backward, a, b)
+        node = self.tape.node([a, b], backward, *_factors(a, b))
+        self.tape.multiply(*a_shape, b_shape[2])
         out = self.tape.new((*a.shape[:2], b.shape[2]), a.itemsize, "bmm")
         self.tape.finish(node, out)
         return out
@@ -462,14 +557,16 @@ class Aten:
         """Rows (S, in), sorted by expert, times their expert's matrix of a parameter (E, out, in)."""
         w = self.transpose(weight, 1, 2)
         x_shape, w_shape = x.shape, w.shape
+        left, right = x.node is not None, w.node is not None
 
         def backward(g: Grads, s: Grads) -> Outs:
-            second = self.tape.new(
-                w_shape, g[0].itemsize, "mm.weight", strides=(w_shape[1] * w_shape[2], 1, w_shape[1])
-            )
-            return [self.tape.new(x_shape, g[0].itemsize, "mm.input"), second]
+            self.tape.multiply(*x_shape, w_shape[2], times=left + right)
+            strides = (w_shape[1] * w_shape[2], 1, w_shape[1])
+            second = self.tape.new(w_shape, g[0].itemsize, "mm.weight", strides=strides) if right else None
+            return [self.tape.new(x_shape, g[0].itemsize, "mm.input") if left else None, second]
 
-        node = self.tape.node([x, w], backward, x, w, offsets)
+        node = self.tape.node([x, w], backward, *_factors(x, w), offsets)
+        self.tape.multiply(*x_shape, w_shape[2])
         out = self.tape.new((x_shape[0], w_shape[2]), x.itemsize, "grouped_mm")
         self.tape.finish(node, out)
         return out
@@ -493,8 +590,11 @@ class Aten:
         return self.to(normed, x.itemsize)
 
     def _fused_rms_norm(self, x: Value, weight: Value) -> Value:
+        wanted = [v.node is not None for v in (x, weight)]
+
         def backward(g: Grads, s: Grads) -> Outs:
-            return [self.like(s[0], "rms_norm.grad"), self.like(s[1], "rms_norm.weight")]
+            labels = ("rms_norm.grad", "rms_norm.weight")
+            return [self.like(v, label) if w else None for v, label, w in zip(s, labels, wanted, strict=False)]
 
         node = self.tape.node([x, weight], backward, x, weight)
         out = self.tape.new(x.shape, x.itemsize, "rms_norm")
@@ -503,8 +603,11 @@ class Aten:
         return out
 
     def layer_norm(self, x: Value, weight: Value, bias: Value) -> Value:
+        wanted = [v.node is not None for v in (x, weight, bias)]
+
         def backward(g: Grads, s: Grads) -> Outs:
-            return [self.like(v, label) for v, label in zip(s, ("norm.grad", "norm.weight", "norm.bias"), strict=False)]
+            labels = ("norm.grad", "norm.weight", "norm.bias")
+            return [self.like(v, label) if w else None for v, label, w in zip(s, labels, wanted, strict=False)]
 
         node = self.tape.node([x, weight, bias], backward, x, weight, bias)
         out = self.tape.new(x.shape, x.itemsize, "layer_norm")
@@ -533,14 +636,18 @@ class Aten:
 
     def shares_heads(self, q: Value) -> bool:
         """Whether fused attention takes fewer key than query heads as they are."""
-        return self.table.attention[q.itemsize] != "efficient"
+        return self.table.attention[q.itemsize] != "efficient" and not self.masked
 
-    def sdpa(self, q: Value, k: Value, v: Value) -> Value:
-        """Fused causal attention of (B, H, T, D) over (B, G, T, D)."""
+    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
+        """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes."""
         kernel = self.table.attention[q.itemsize]
+        if self.masked and kernel == "flash":
+            kernel = "efficient"  # Flash attention knows the causal mask alone.
         (b, h, t, d), groups = q.shape, k.shape[1]
 
         def backward(g: Grads, s: Grads) -> Outs:
+            # Scores again, and gradients of scores, queries, keys and values.
+            self.tape.multiply(b, h, t, t, d, times=5, per=1 + causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":
                 grads: Outs = [self._row_major_heads(x.shape, x.itemsize, f"{n}.grad") for x, n in pairs]
@@ -558,18 +665,24 @@ class Aten:
                 work.clear()
             return grads
 
-        node = self.tape.node([q, k, v], backward, q, k, v)
-        if kernel == "efficient":
-            out = self._row_major_heads(q.shape, q.itemsize, "attention output")
-            lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")
-        else:
-            out = self.like(q, "attention output")
-            lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
-        # A generator's seed and offset, unused without dropout but there; for fp32 they are numbers on the host.
-        seeds = {"cpu": (), "flash": (2, 1), "efficient": ()}[kernel]
-        philox = [self.tape.new((n,), INT64, "philox") for n in seeds]
-        self.tape.finish(node, out, saved=[out, lse, *philox])
-        return out
+        def make() -> list[Value]:
+            self.tape.multiply(b, h, t, t, d, times=2, per=1 + causal)
+            if kernel == "efficient":
+                out = self._row_major_heads(q.shape, q.itemsize, "attention output")
+                lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")
+            else:
+                out = self.like(q, "attention output")
+                lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
+            # A generator's seed and offset, unused without dropout but there; for fp32 they are numbers on the host.
+            seeds = {"cpu": (), "flash": (2, 1), "efficient": ()}[kernel]
+            return [out, lse, *(self.tape.new((n,), INT64, "philox") for n in seeds)]
+
+        # A mask of bytes is turned into one that is added, anew for each layer, which keeps it.
+        bias = [self.tape.new((b, 1, t, t), q.itemsize, "attention bias")] if self.masked else []
+        node = self.tape.node([q, k, v], backward, q, k, v, *bias)
+        made = self.tape.product(make)
+        self.tape.finish(node, made[0], saved=made)
+        return made[0]
 
     def _row_major_heads(self, shape: Sequence[int], itemsize: int, label: str) -> Value:
         """A new (B, H, T, D) that lies in memory as (B, T, H, D)."""

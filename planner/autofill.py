@@ -74,7 +74,6 @@ def resolve_auto(view: View) -> tuple[tuple[str, str, str], ...]:
 
 
 _OPEN = "zplan chooses"
-_RING = "zplan's ring of whole blocks needs no such size"
 SETTLED: dict[tuple[str, ...], tuple[object, str]] = {
     ("train_batch_size",): (None, _OPEN),
     ("train_micro_batch_size_per_gpu",): (None, _OPEN),
@@ -88,8 +87,8 @@ SETTLED: dict[tuple[str, ...], tuple[object, str]] = {
     ("optimizer", "params", "eps"): (1e-8, "1e-08"),
     ("optimizer", "params", "weight_decay"): (0.0, "0.0"),
     ("zero_optimization", "reduce_bucket_size"): (None, "zplan's own, 33,554,432 elements"),
-    ("zero_optimization", "stage3_prefetch_bucket_size"): (None, _RING),
-    ("zero_optimization", "stage3_param_persistence_threshold"): (None, _RING),
+    ("zero_optimization", "stage3_prefetch_bucket_size"): (None, "one unit ahead"),
+    ("zero_optimization", "stage3_param_persistence_threshold"): (0, "0: every block of a ring is gathered"),
     ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"): (False, "false"),
 }
 """What zplan takes for "auto" where trainers would fill it in: a value, or None for what is left open; and in words."""

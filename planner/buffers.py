@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zplan.planner.config import REDUCE_ITEMSIZE, Choice
+from zplan.planner.config import Choice
 from zplan.planner.ledger import Line
 from zplan.planner.placement import Placement, shards_states
 from zplan.planner.states import by_class
@@ -100,7 +100,7 @@ def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     numel = max(p.layout.max_piece_numel for p in placements)
     span = (time.at(f"reduce.{placements[-1].unit.name}"), time.last_backward)
     if choice.reduce == "scatter":
-        return [Line("grads.slot", numel * REDUCE_ITEMSIZE, (span,), "buffers")]
+        return [Line("grads.slot", numel * choice.reduce_itemsize, (span,), "buffers")]
     nbytes = numel * choice.itemsize
     slot = Line("grads.slot", nbytes, (span,), "buffers")
     if choice.copies:
@@ -109,12 +109,12 @@ def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
 
 
 def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """fp32 gradients. Born at their unit's reduce with accumulation 1; with more they persist."""
+    """Gradients in the reduce dtype. Born at their unit's reduce with accumulation 1; with more they persist."""
     full = full_gradients(choice)
     rows = [
         (
             p,
-            (p.layout.padded_numel if full else p.layout.shard_numel) * REDUCE_ITEMSIZE,
+            (p.layout.padded_numel if full else p.layout.shard_numel) * choice.reduce_itemsize,
             time.always if choice.accumulation > 1 else time.from_reduce(p.unit.name),
         )
         for p in placements
@@ -124,7 +124,7 @@ def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeli
 
 def placeholder_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """One NaN scalar per parameter, shown in its place while its values are not there."""
-    if not shards_states(choice):
+    if not shards_states(choice) and not any(p.ringed for p in placements):
         return []
     count = sum(len(p.layout.entries) for p in placements if p.closes)
     return [Line("params.placeholder", choice.itemsize, (time.always,) * count, "buffers")]

@@ -1,4 +1,4 @@
-"""Bytes that one rank sends per optimizer step, exact for zplan's runtime, and as textbooks count them.
+"""Bytes that one rank moves per optimizer step, exact for zplan's runtime, and as textbooks count them.
 
 A ring gather or reduce-scatter of S bytes over N ranks sends S (N - 1) / N from each; an all-reduce is both. Flat units
 are padded to a multiple of N, so the division is exact. Every rank receives as much as it sends.
@@ -7,26 +7,33 @@ are padded to a multiple of N, so the division is exact. Every rank receives as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zplan.planner.buffers import uses_reduce_slots
-from zplan.planner.config import REDUCE_ITEMSIZE, Choice
+from zplan.planner.config import Choice
 from zplan.planner.models import ModelSpec
 from zplan.planner.placement import Placement, place, shards_states
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent by one rank in one optimizer step, all micro-steps included."""
+    """Bytes of one rank in one optimizer step, all micro-steps included."""
 
     gather_bytes: int
-    """Parameters, in the compute dtype."""
+    """Sent to other ranks: parameters, in the compute dtype."""
     reduce_bytes: int
-    """Gradients."""
+    """Sent to other ranks: gradients, in the reduce dtype."""
+    down_bytes: int = 0
+    """Over PCIe to the host: offloaded gradients, and inputs of checkpointed blocks."""
+    up_bytes: int = 0
+    """Back: updated or gathered parameters, and those inputs."""
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
+        """Sent to other ranks."""
         return self.gather_bytes + self.reduce_bytes
 
 
@@ -35,28 +42,72 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
 
     Stage 0 all-reduces whole fp32 gradients at the last micro-step; stage 1 reduces them to shards there, stages 2 and
     3 at every micro-step: in the compute dtype by an exchange, in fp32 by a reduce-scatter. Stages 1 and 2 gather every
-    unit once, after the step. At stage 3 so do resident units; the others are gathered as `ring_gathers` says.
+    unit once, after the step. At stage 3 so do resident units; the others are gathered as `ring_gathers` says. Frozen
+    units have no gradients, and where they are resident they never change.
     """
     n, k = choice.world_size, choice.accumulation
-    if n == 1:
-        return Traffic(0, 0)
     if placements is None:
         placements = place(spec, choice)
-    sent = sum(p.layout.padded_numel for p in placements) // n * (n - 1)
+    rings = {
+        ring: _ring_numel(placements, ring, choice) for ring in dict.fromkeys(p.ring for p in placements if p.ring)
+    }
+    beside = _beside(spec, choice, placements, sum(rings.values()))
+    if n == 1:
+        return replace(beside, gather_bytes=0, reduce_bytes=0)
+    trained = [p for p in placements if not p.frozen]
+    sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1)
     if not shards_states(choice):
-        return Traffic(0, 2 * sent * REDUCE_ITEMSIZE)
-    gathered = sum(p.layout.padded_numel for p in placements if not p.ringed)
-    for ring in dict.fromkeys(p.ring for p in placements if p.ringed):
-        members = [(p.layout.padded_numel, p.reads_in_backward) for p in placements if p.ring == ring]
-        gathered += ring_gathers(tuple(members), choice.ring_slots, accumulation=k)
+        return replace(beside, reduce_bytes=2 * sent * choice.reduce_itemsize)
+    gathered = sum(p.layout.padded_numel for p in trained if not p.ringed) + sum(rings.values())
     reduces = 1 if choice.stage == 1 else k
     exchanges = choice.reduce == "exchange" and uses_reduce_slots(choice)
-    itemsize = choice.itemsize if exchanges else REDUCE_ITEMSIZE
-    return Traffic(gathered // n * (n - 1) * choice.itemsize, reduces * sent * itemsize)
+    itemsize = choice.itemsize if exchanges else choice.reduce_itemsize
+    return replace(
+        beside, gather_bytes=gathered // n * (n - 1) * choice.itemsize, reduce_bytes=reduces * sent * itemsize
+    )
+
+
+def _ring_numel(placements: Sequence[Placement], ring: str, choice: Choice) -> int:
+    """Elements gathered into one ring in a step."""
+    members = [p for p in placements if p.ring == ring]
+    blocks = [i for i, p in enumerate(members) if p.unit.kind == "block"]
+    return ring_gathers(
+        tuple((p.layout.padded_numel, p.reads_in_backward) for p in members),
+        choice.ring_slots,
+        accumulation=choice.accumulation,
+        every=choice.checkpoint_every if choice.checkpointing == "full" else 1,
+        blocks=(blocks[0], blocks[-1] + 1) if blocks else (0, 0),
+    )
+
+
+def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], ring_numel: int) -> Traffic:
+    """What goes to the host and to disk; `ring_numel`: elements gathered into rings in a step."""
+    if choice.offload.optimizer == "none" and not choice.checkpoint_offload:
+        return Traffic(0, 0)
+    from zplan.planner.offload_work import offload_work
+
+    arch = spec.arch
+    assert arch is not None, f"{spec.name} has no known shape"
+    trained = [p for p in placements if not p.frozen]
+    total = sum(p.layout.padded_numel for p in trained)
+    block = sum(p.layout.padded_numel for p in trained if p.ringed and p.unit.kind == "block") / arch.layers
+    off = offload_work(choice, total, block, layers=arch.layers, hidden=arch.hidden)
+    inputs = choice.accumulation * off.layers * off.input_bytes
+    fetched = 0 if choice.offload.params == "none" else ring_numel // choice.world_size * choice.itemsize
+    return Traffic(
+        0, 0, off.down_bytes + inputs, off.up_bytes + inputs + fetched, off.disk_read_bytes, off.disk_written_bytes
+    )
 
 
 @lru_cache(maxsize=64)
-def ring_gathers(members: tuple[tuple[int, bool], ...], slots: int, *, accumulation: int) -> int:
+def ring_gathers(
+    members: tuple[tuple[int, bool], ...],
+    slots: int,
+    *,
+    accumulation: int,
+    every: int = 1,
+    blocks: tuple[int, int] | None = None,
+) -> int:
     """Elements gathered per optimizer step by the members of one ring, which take its `slots` slots in turn.
 
     Each micro-step runs them up and down. The last ones up are still in their slots on the way down, and the last ones
@@ -66,18 +117,29 @@ def ring_gathers(members: tuple[tuple[int, bool], ...], slots: int, *, accumulat
     ----------
     members
         `(elements, whether backward reads them)` in forward order.
+    every
+        Blocks of one checkpointed segment, which are all run again before the way down through them: where there are
+        more than slots, that is a third gather.
+    blocks
+        First member that is a block, and one past the last; by default all are.
 
     Examples
     --------
     >>> [ring_gathers(((1, True),) * 32, 2, accumulation=k) for k in (1, 4)]
     [62, 242]
+    >>> [ring_gathers(((1, True),) * 32, 2, accumulation=1, every=n) for n in (2, 8)]
+    [62, 88]
     """
+    first, end = blocks or (0, len(members))
+    up = list(range(len(members)))
+    segments = [[i] for i in up[:first]]
+    segments += [up[i : min(i + every, end)] for i in range(first, end, every)] + [[i] for i in up[end:]]
+    down = [i for s in reversed(segments) for i in ([*s, *reversed(s)] if len(s) > 1 else s)]
     held: dict[int, int] = {}
     totals = []
-    up = list(range(len(members)))
     for _ in range(min(accumulation, 2)):
         total = 0
-        for i in [*up, *(i for i in reversed(up) if members[i][1])]:
+        for i in [*up, *(i for i in down if members[i][1])]:
             if held.get(i % slots) != i:
                 held[i % slots] = i
                 total += members[i][0]

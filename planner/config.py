@@ -20,9 +20,6 @@ Place = Literal["none", "cpu", "nvme"]
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
 
-REDUCE_ITEMSIZE = 4
-"""Gradients are reduced and accumulated in fp32."""
-
 
 @dataclass(frozen=True)
 class Offload:
@@ -33,6 +30,30 @@ class Offload:
     """Stage 3 only."""
     ratio: float = 1.0
     """Share of the elements that is offloaded, 0 to 1: the first units of the schedule up to that share."""
+
+    def told(self) -> str:
+        """In words: `none`, `cpu`, `cpu, parameters nvme`, `cpu for 0.5 of the elements`."""
+        share = "" if self.ratio == 1 else f" for {self.ratio:g} of the elements"
+        return f"{self.optimizer}{share}" + ("" if self.params == "none" else f", parameters {self.params}")
+
+
+@dataclass(frozen=True)
+class ZeroSizes:
+    """DeepSpeed's own sizes, by the names of its config and with its defaults (0.19); elements unless said otherwise.
+
+    zplan's runtime reads none of them.
+    """
+
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool = True
+    """Two buckets instead of one at stages 1 and 2. DeepSpeed's own default there is off; emitted configs say it."""
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    sub_group_size: int = 1_000_000_000
+    pin_memory: bool = True
+    """Of what is offloaded."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,8 @@ class Choice:
     """Stage 3: gathered blocks held at once."""
     piece_numel: int = 32 * 2**20
     """Elements; cap of one reduce (`reduce_bucket_size`): 128 MiB in fp32."""
+    persist_numel: int = 0
+    """Stage 3: units of fewer elements stay whole on every rank (`stage3_param_persistence_threshold`)."""
     device: Device = "cuda"
     """Whose op table the activations follow."""
     compile: bool = False
@@ -84,12 +107,16 @@ class Choice:
     """Blocks in one checkpointed segment."""
     checkpoint_offload: bool = False
     """Inputs of checkpointed segments wait in host memory."""
+    padded: bool = False
+    """Sequences are padded to `seq` rather than packed: a mask says which tokens count, and attention takes it."""
     offload: Offload = Offload()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     context_parallel: int = 1
     hpz: int = 1
     """Ranks of a secondary parameter shard (ZeRO++ hpZ); 1 for none."""
+    zero: ZeroSizes = ZeroSizes()
+    """Of DeepSpeed, where that is the runtime."""
 
     @property
     def global_batch(self) -> int:
@@ -99,6 +126,11 @@ class Choice:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.precision]
+
+    @property
+    def reduce_itemsize(self) -> int:
+        """Bytes of one gradient element on the wire and in accumulation."""
+        return ITEMSIZE[self.reduce_dtype]
 
     @property
     def copies(self) -> bool:

@@ -9,6 +9,7 @@ from zplan.planner import dskeys
 from zplan.planner.autofill import SETTLED
 from zplan.planner.dsconfig import EXTRAS, TrainingConfig
 from zplan.planner.dsschema import STRICT, TOP, ZERO
+from zplan.planner.loss_scale import LARGEST_POWER
 
 _FIELD = {
     "train_batch_size": "sequences per step over all ranks",
@@ -18,13 +19,25 @@ _FIELD = {
     "fp16": "fp16 compute with fp32 master weights and DeepSpeed's loss scale, dynamic or static",
     "zero_optimization": "see below",
     "gradient_clipping": "global L2 norm; 0 is off",
-    "optimizer": "`AdamW`, `Adam` (AdamW unless `adam_w_mode` is false), `SGD`, `Lion`, `Adagrad`; see below",
+    "optimizer": "`AdamW`, `Adam` (AdamW unless `adam_w_mode` is false), `SGD`, `Lion`, `Adagrad`; others "
+    "are counted, *estimate only*; see below",
     "scheduler": "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, moved by applied steps only",
-    "steps_per_print": "steps between progress lines",
+    "steps_per_print": "steps between progress lines on rank 0; without the key there are none in a script",
+    "wall_clock_breakdown": "times forward, backward, gathers, reduces, step and what compute waited for; told with "
+    "`steps_per_print`",
+    "communication_data_type": "dtype of gradients between ranks: fp32; bf16 is estimate only",
     "zplan": f"zplan's own keys: {', '.join(f'`{name}`' for name in EXTRAS)}",
     "stage": "ZeRO stage, 0 to 3",
     "reduce_bucket_size": "largest piece of one reduce, in elements: it caps the ledger's `grads.slot` lines",
+    "overlap_comm": "true: gathers and reduces on streams of their own; false: on the computing one, nothing ahead",
+    "stage3_prefetch_bucket_size": "elements gathered ahead of use: one unit at least, 0 for none",
+    "stage3_param_persistence_threshold": "blocks of fewer elements stay whole (`params.flat` lines): zplan gathers "
+    "whole units, so the threshold is that of a unit",
     "stage3_max_live_parameters": "stage 3: the ring holds as many of the largest block as fit in, two at least",
+    "offload_optimizer": "`device` none, cpu or nvme, and `ratio`: counted, *estimate only*",
+    "offload_param": "stage 3, with the optimizer offloaded: `device` none, cpu or nvme; *estimate only*",
+    "device": "none, cpu or nvme",
+    "ratio": "share of the elements that is offloaded; `offload_optimizer` only",
     "lr": "learning rate",
     "betas": "decay of both moments",
     "eps": "added to the denominator",
@@ -34,30 +47,64 @@ _FIELD = {
 }
 
 
-def config_tables() -> str:
-    """Markdown: one table for each block, then what becomes of "auto"."""
+Block = tuple[str, ...]
+
+_FP16 = {
+    "enabled": "honoured; not together with bf16",
+    "loss_scale": "honoured: 0 is dynamic, else static",
+    "initial_scale_power": f"honoured, up to {LARGEST_POWER}",
+    "loss_scale_window": "honoured",
+    "hysteresis": "honoured",
+    "consecutive_hysteresis": "honoured",
+    "min_loss_scale": "honoured; an overflow there ends the run and names the first bad parameter, unit, rank and step",
+    "auto_cast": "refused where it is true",
+    "fp16_master_weights_and_grads": "refused where it is true",
+}
+_BF16 = {"enabled": "honoured", "check_grad_overflow": "true: a step whose gradient norm is not finite is skipped"}
+
+
+def treatments() -> dict[Block, dict[str, str]]:
+    """What zplan does with every key that its reader knows, by block, honoured ones first."""
+    top_mapped = {k: f"any value, with a note: {why}" for k, why in dskeys.TOP_MAPPED.items()}
+    top_inert = {k: f"nothing: {why}" for k, why in dskeys.TOP_INERT.items()}
     zero_inert = {k: f"nothing: {why}" for k, why in dskeys.ZERO_INERT.items()}
     zero_mapped = {k: f"taken as {str(v).lower()}: {why}" for k, (v, why) in dskeys.ZERO_MAPPED.items()}
-    top_inert = {k: f"nothing: {why}" for k, why in dskeys.TOP_INERT.items()}
-    bf16 = {"enabled": "honoured", "check_grad_overflow": "true: a step whose gradient norm is not finite is skipped"}
-    parts = [
-        _table("Top level", (*dskeys.TOP_HONOURED,), {**_refused(dskeys.TOP_NEUTRAL), **top_inert}, ()),
-        _table("`bf16`", (), {**_refused(dskeys.BF16_NEUTRAL), **bf16}, ("bf16",)),
-        _table(
-            "`zero_optimization`",
-            dskeys.ZERO_HONOURED,
-            {**zero_mapped, **zero_inert, **_refused(dskeys.ZERO_NEUTRAL)},
-            ("zero_optimization",),
+    params_inert = {k: f"nothing: {v}" for k, v in dskeys.OPTIMIZER_INERT.items()}
+    return {
+        (): _ordered(dskeys.TOP_HONOURED, {**_refused(dskeys.TOP_NEUTRAL), **top_inert, **top_mapped}),
+        ("bf16",): _ordered((), {**_refused(dskeys.BF16_NEUTRAL), **_BF16}),
+        ("fp16",): _FP16,
+        ("zero_optimization",): _ordered(
+            dskeys.ZERO_HONOURED, {**zero_mapped, **zero_inert, **_refused(dskeys.ZERO_NEUTRAL)}
         ),
-        _table(
-            "`optimizer.params`",
-            dskeys.OPTIMIZER_HONOURED,
-            {**_refused(dskeys.OPTIMIZER_NEUTRAL), **{k: f"nothing: {v}" for k, v in dskeys.OPTIMIZER_INERT.items()}},
-            ("optimizer", "params"),
+        ("zero_optimization", "offload_optimizer"): _ordered(
+            dskeys.OFFLOAD_HONOURED, {k: f"nothing: {v}" for k, v in dskeys.OFFLOAD_INERT.items()}
         ),
-        _autos(),
-    ]
-    return "\n".join(parts)
+        ("optimizer", "params"): _ordered(
+            dskeys.OPTIMIZER_HONOURED, {**_refused(dskeys.OPTIMIZER_NEUTRAL), **params_inert}
+        ),
+    }
+
+
+def _ordered(honoured: Iterable[str], others: dict[str, str]) -> dict[str, str]:
+    return {**{key: _FIELD[key] for key in honoured}, **{key: others[key] for key in sorted(others)}}
+
+
+def treatment(block: Block, key: str) -> str:
+    """What zplan does with one key; of keys inside a block that it takes or refuses whole, what it does with that."""
+    found = treatments()
+    while block not in found or (key not in found[block] and block):
+        block, key = block[:-1], block[-1]
+    return found[block].get(key, "refused: zplan's reader does not know it")
+
+
+TITLES: dict[Block, str] = {(): "Top level", ("bf16",): "`bf16`", ("fp16",): "`fp16`"}
+
+
+def config_tables() -> str:
+    """Markdown: one table for each block, then what becomes of "auto"."""
+    parts = [_table(TITLES.get(block, f"`{'.'.join(block)}`"), rows, block) for block, rows in treatments().items()]
+    return "\n".join([*parts, _autos()])
 
 
 def _refused(neutral: Iterable[str]) -> dict[str, str]:
@@ -68,24 +115,33 @@ def _instead(key: str) -> str:
     return f" ({dskeys.INSTEAD[key]})" if key in dskeys.INSTEAD else ""
 
 
-def _table(title: str, honoured: Iterable[str], others: dict[str, str], path: tuple[str, ...]) -> str:
+def _table(title: str, treated: dict[str, str], path: Block) -> str:
     rows = [f"## {title}", "", "| key | zplan | left out |", "| --- | --- | --- |"]
-    rows += [f"| `{key}` | {_FIELD[key]} | {_left_out(key, path)} |" for key in honoured]
-    rows += [f"| `{key}` | {others[key]} | {_left_out(key, path)} |" for key in sorted(others)]
+    rows += [f"| `{key}` | {words} | {_left_out(key, path)} |" for key, words in treated.items()]
     return "\n".join(rows) + "\n"
 
 
-_FIELD_OF = {"gradient_clipping": "clip", "reduce_bucket_size": "piece_numel"}
+_FIELD_OF = {
+    "gradient_clipping": "clip",
+    "reduce_bucket_size": "piece_numel",
+    "wall_clock_breakdown": "breakdown",
+    "overlap_comm": "overlap",
+    "stage3_param_persistence_threshold": "persist_numel",
+}
 
 
-def _left_out(key: str, path: tuple[str, ...]) -> str:
+def _left_out(key: str, path: Block) -> str:
     """What counts where a key is missing: zplan's own default, else DeepSpeed's."""
     own = {f.name: f.default for f in fields(TrainingConfig)}
     name = _FIELD_OF.get(key, key)
     if key == "lr":
         return "0.001"
+    if key == "stage3_prefetch_bucket_size":
+        return "one unit"
     if name in own and isinstance(own[name], (int, float, tuple)):
         value = own[name]
+        if isinstance(value, bool):
+            return str(value).lower()
         return f"{value:,}" if isinstance(value, int) else str(value)
     row = STRICT.get(path, {} if path else TOP).get(key) or (ZERO.get(key) if path == ("zero_optimization",) else None)
     if row is None or row.default is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zplan.planner.textbook import TEXTBOOK, Rate
 
@@ -51,7 +52,69 @@ def costs(view: View) -> tuple[Cost, ...]:
     found = [*_buckets(view), *_gathered(view), *_nvme(view)]
     if view.subject.num_params is not None:
         found += _states(view, view.subject.num_params)
+    return (*found, *activation_costs(view))
+
+
+LOGITS_RATE = 4
+"""Bytes a logit of the fp32 copy that the loss is taken from."""
+PER_RANK_ACTIVATIONS = ("block inputs, checkpointed", "logits", "logits in fp32", "their gradient")
+
+
+def activation_costs(view: View) -> tuple[Cost, ...]:
+    """What even full checkpointing keeps of one rank's tokens, where the sequence and the model's shape are known.
+
+    A loss over whole logits holds them in the compute dtype, in fp32, and as an fp32 gradient, all at once.
+    """
+    from zplan.planner.batch import KEYS
+    from zplan.planner.lint import whole
+
+    s = view.subject
+    if s.seq is None:
+        return ()
+    micro = s.micro_batch or whole(view.config.get(KEYS.micro)) or 1
+    tokens = micro * s.seq
+    found = []
+    if s.layers is not None and s.hidden is not None:
+        formula = f"{s.layers} blocks x {tokens:,} tokens x {s.hidden:,} x {view.itemsize} B"
+        found.append(Cost(PER_RANK_ACTIVATIONS[0], s.layers * tokens * s.hidden * view.itemsize, "GPU", formula))
+    if s.vocab is not None:
+        for name, itemsize in zip(PER_RANK_ACTIVATIONS[1:], (view.itemsize, LOGITS_RATE, LOGITS_RATE), strict=True):
+            found.append(Cost(name, s.vocab * tokens * itemsize, "GPU", f"{tokens:,} x {s.vocab:,} x {itemsize} B"))
     return tuple(found)
+
+
+FSDP_STRATEGY_RANKS = {"NO_SHARD": "one", "HYBRID_SHARD": "node", "HYBRID_SHARD_ZERO2": "node"}
+"""Over which ranks a sharding strategy splits, where that is not all."""
+
+
+def fsdp_rate(mixed_precision: str, itemsize: int) -> Rate:
+    """Bytes a trained parameter under accelerate's FSDP, split over the ranks.
+
+    With mixed precision accelerate keeps the shards in fp32: weights, gradients and both moments are 16 bytes. Without
+    it all four are in the dtype that the model was loaded in: 8 bytes for bf16, and no fp32 master weights.
+    """
+    return Rate(0, 16 if mixed_precision in ("bf16", "fp16", "fp8") else 4 * itemsize)
+
+
+def fsdp_costs(view: View, block: Mapping[str, Any]) -> tuple[Cost, ...]:
+    """Model states of an accelerate config with FSDP; `view.config` is the whole file."""
+    s = view.subject
+    if s.num_params is None or s.gpus is None:
+        return ()
+    precision = str(view.config.get("mixed_precision", "no"))
+    itemsize = 2 if s.dtype in ("bfloat16", "float16", "bf16", "fp16") else 4
+    rate = fsdp_rate(precision, itemsize)
+    over = FSDP_STRATEGY_RANKS.get(str(block.get("fsdp_sharding_strategy")), "all")
+    ranks = {"one": 1, "node": s.gpus // s.nodes or 1, "all": s.gpus}[over]
+    trained = s.num_params if s.trainable is None else s.trainable
+    # Frozen weights have neither gradients nor moments: a quarter of the rate.
+    nbytes = -(-(rate.split * trained + rate.split // 4 * (s.num_params - trained)) // ranks)
+    offloaded = block.get("fsdp_offload_params") in (True, "true", "True")
+    formula = f"{rate.split} B x {trained:,} trained of {s.num_params:,} / {ranks}"
+    if precision not in ("bf16", "fp16", "fp8"):
+        formula += f", everything in {'16 bits' if itemsize == 2 else 'fp32'} as loaded, without fp32 master weights"
+    tier: Literal["GPU", "host"] = "host" if offloaded else "GPU"
+    return (Cost("model states", nbytes * (s.gpus // s.nodes if offloaded else 1), tier, formula),)
 
 
 def _buckets(view: View) -> list[Cost]:

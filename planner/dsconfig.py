@@ -5,14 +5,26 @@ The planner reads `--config` files with it and writes plans; the engine reads wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
-from zplan.planner.config import Attention, Checkpointing, Choice, Kernels, Precision, Reduce, Saving, Transport
+from zplan.planner.config import (
+    Attention,
+    Checkpointing,
+    Choice,
+    CrossEntropy,
+    Kernels,
+    Offload,
+    Place,
+    Precision,
+    Reduce,
+    Saving,
+    Transport,
+)
 from zplan.planner.dsoptimizer import STARTS, explicit_optimizer, name_optimizer, optimizer_block, read_optimizer
 from zplan.planner.dsschema import UNPREFIXED
 from zplan.planner.errors import ZplanError
@@ -28,8 +40,8 @@ from zplan.planner.reading import (
 )
 from zplan.planner.schedules import Schedule, read_schedule
 
-Loss = Literal["plain", "fused"]
-"""Kinds of cross-entropy that the built-in decoder has."""
+REDUCE_DTYPES = ("fp32", "bf16")
+"""dtypes in which gradients may be reduced."""
 
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
@@ -68,13 +80,31 @@ class TrainingConfig:
     """Of fp16 training."""
     schedule: Schedule | None = None
     """Of the learning rate, in applied optimizer steps; None keeps it constant."""
+    reduce_dtype: Precision = "fp32"
+    """dtype in which gradients are reduced and accumulated."""
+    offload: Offload = Offload()
+    """What lies off the device between its uses."""
     steps_per_print: int = 10
-    """Optimizer steps between progress lines."""
+    """Optimizer steps between progress lines, where the config asks for some."""
+    breakdown: bool = False
+    """Time forward, backward, gathers, reduces and step (`wall_clock_breakdown`)."""
+    overlap: bool = True
+    """Gathers and reduces run beside compute (`overlap_comm`); else on its stream, and nothing is gathered ahead."""
+    prefetch_numel: int | None = None
+    """Elements gathered ahead (`stage3_prefetch_bucket_size`): one unit at least unless 0. None is one unit."""
+    persist_numel: int = 0
+    """Stage 3: units of fewer elements stay whole on every rank."""
     ring_slots: int = 2
     """Stage 3: gathered blocks held at once, where `max_live` does not say it."""
     max_live: int | None = None
     """Stage 3: elements that may be gathered at once (`stage3_max_live_parameters`)."""
     checkpointing: Checkpointing = "none"
+    checkpoint_every: int = 1
+    """Blocks in one checkpointed segment."""
+    checkpoint_offload: bool = False
+    """Inputs of checkpointed segments wait in host memory."""
+    padded: bool = False
+    """Sequences are padded to `seq`, and attention takes a mask."""
     attention: Attention = "sdpa"
     compile: bool = False
     """Each block's `forward` goes through `torch.compile`."""
@@ -82,7 +112,7 @@ class TrainingConfig:
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
     """None: copies where every GPU of the one host can read the others' memory, collectives elsewhere."""
-    cross_entropy: Loss = "plain"
+    cross_entropy: CrossEntropy = "plain"
     """`fused`: the built-in decoder's head and loss in one, without whole logits."""
     kernels: Kernels = "torch"
     """`fused`: norms, gates and rotary embeddings of the built-in decoder by zplan's own kernels."""
@@ -116,19 +146,10 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
     return max(2, min(max_live // max(blocks, default=1), len(blocks)))
 
 
-_EXTRA_INTS = ("ring_slots", "seq")
-EXTRAS = (
-    *_EXTRA_INTS,
-    "checkpointing",
-    "attention",
-    "cross_entropy",
-    "kernels",
-    "compile",
-    "reduce",
-    "transport",
-    "saving",
-    "optimizer",
-)
+_EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
+_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
+_EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
+EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
@@ -145,21 +166,27 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     where = f"`{source}`"
     found: dict[str, Any] = {}
     mapping, became = settle_autos(mapping)
-    known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT)
+    known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT, *dskeys.TOP_MAPPED)
     for key, meant in dskeys.MEANT.items():
         if key in mapping:
             raise ZplanError(f"unknown key `{key}` in {where}", f"did you mean `{meant}`?")
     check_keys(mapping, known, where)
     notes = tuple(f'`{".".join(path)}` of {where} is "auto": {words}' for path, words in became.items())
     notes += _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
+    notes += _prescaling(mapping, where)
     names = {KEYS.train: "train_batch_size", KEYS.micro: "micro_batch", KEYS.accumulation: "accumulation"}
     for key, field in names.items():
         if mapping.get(key) is not None:
             found[field] = want_int(key, where, mapping[key])
-    if mapping.get("gradient_clipping") is not None:
-        found["clip"] = want_number("gradient_clipping", where, mapping["gradient_clipping"])
-    if mapping.get("steps_per_print") is not None:
-        found["steps_per_print"] = want_int("steps_per_print", where, mapping["steps_per_print"])
+    values: dict[str, tuple[str, Callable[[str, str, object], Any]]] = {
+        "gradient_clipping": ("clip", want_number),
+        "wall_clock_breakdown": ("breakdown", want_bool),
+        "steps_per_print": ("steps_per_print", want_int),
+    }
+    for key, (field, want) in values.items():
+        if mapping.get(key) is not None:
+            found[field] = want(key, where, mapping[key])
+    _reduce_dtype(mapping, where, found)
     blocks = {"bf16": _bf16, "fp16": _fp16, "zero_optimization": _zero, "optimizer": _optimizer, "zplan": _extras}
     for key, read in blocks.items():
         if mapping.get(key) is not None:
@@ -169,6 +196,12 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
         found["schedule"] = read_schedule(block, f"`scheduler` of {where}")
     _settle_precision(mapping, found, auto=any(path[-1] == "enabled" for path in became))
     return found, notes
+
+
+def _reduce_dtype(mapping: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:
+    name = "communication_data_type"
+    if mapping.get(name) is not None:
+        found["reduce_dtype"] = want_one_of(name, where, mapping[name], REDUCE_DTYPES)
 
 
 def _settle_precision(mapping: Mapping[str, Any], found: dict[str, Any], *, auto: bool) -> None:
@@ -205,23 +238,19 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
     return TrainingConfig(batch.micro, batch.accumulation, world_size, **found, given=given, notes=notes)
 
 
+FREE = (
+    *("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "clip", "schedule", "loss_scale"),
+    *("steps_per_print", "breakdown", "overlap", "prefetch_numel"),
+)
+"""Fields that no `Choice` has: they decide no bytes."""
+
+
 def from_choice(choice: Choice, settings: Mapping[str, Any]) -> TrainingConfig:
     """The config of a plan: the choice made, and from `settings` (of `read_settings`) what a choice does not say."""
     own = {f.name for f in fields(TrainingConfig)} & {f.name for f in fields(Choice)}
-    free = (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "clip",
-        "schedule",
-        "loss_scale",
-        "steps_per_print",
-    )
-    fields_of = {**STARTS.get(choice.optimizer, {}), **{n: settings[n] for n in free if n in settings}}
-    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **fields_of)
+    asked = {n: settings[n] for n in FREE if n in settings}
+    fields_of = {**STARTS.get(choice.optimizer, {}), **asked}
+    return TrainingConfig(**{n: getattr(choice, n) for n in own}, **fields_of, given=frozenset(asked))
 
 
 def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str, Any]:
@@ -237,6 +266,7 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
     """
     bf16 = config.precision == "bf16"
     live = config.ring_slots * largest_block_numel if config.max_live is None else config.max_live
+    ahead = config.prefetch_numel
     batch = Batch(config.micro_batch, config.accumulation, config.world_size)
     return {
         KEYS.train: batch.train,
@@ -247,15 +277,14 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
         "optimizer": explicit_optimizer(config.optimizer, vars(config)),
         **({} if config.schedule is None else {"scheduler": config.schedule.explicit(config.lr)}),
         "gradient_clipping": config.clip,
-        "communication_data_type": "fp32",
-        # DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there.
-        "data_types": {"grad_accum_dtype": None if config.precision != "fp32" and config.stage == 0 else "fp32"},
+        "communication_data_type": config.reduce_dtype,
+        "data_types": {"grad_accum_dtype": _accumulation_dtype(config)},
         "prescale_gradients": False,
         "zero_allow_untested_optimizer": False,
         "zero_optimization": {
             "stage": config.stage,
             "contiguous_gradients": True,
-            "overlap_comm": True,
+            "overlap_comm": config.overlap,
             "reduce_scatter": True,
             "reduce_bucket_size": config.piece_numel,
             "allgather_partitions": True,
@@ -264,15 +293,28 @@ def to_mapping(config: TrainingConfig, *, largest_block_numel: int) -> dict[str,
             "sub_group_size": 1_000_000_000,
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,
-            "stage3_prefetch_bucket_size": largest_block_numel,
-            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": largest_block_numel if ahead is None else ahead,
+            "stage3_param_persistence_threshold": config.persist_numel,
             "stage3_gather_16bit_weights_on_model_save": False,
-            "offload_optimizer": {"device": "none"},
-            "offload_param": {"device": "none"},
+            **_explicit_offload(config.offload),
         },
         "steps_per_print": config.steps_per_print,
-        "wall_clock_breakdown": False,
+        "wall_clock_breakdown": config.breakdown,
     }
+
+
+def _explicit_offload(offload: Offload) -> dict[str, Any]:
+    """Both blocks. Where NVMe is mounted is for whoever runs it to say."""
+    optimizer: dict[str, Any] = {"device": offload.optimizer}
+    if offload.ratio != 1:
+        optimizer["ratio"] = offload.ratio
+    return {"offload_optimizer": optimizer, "offload_param": {"device": offload.params}}
+
+
+def _accumulation_dtype(config: TrainingConfig) -> str | None:
+    """DeepSpeed refuses fp32 accumulation with 16 bits at stage 0; null leaves it to the model's dtype there."""
+    whole = config.precision != "fp32" and config.stage == 0
+    return None if whole or config.reduce_dtype != "fp32" else "fp32"
 
 
 def _screen(
@@ -292,6 +334,23 @@ def _screen(
         if block[key] == "auto" and key in inert:
             raise refuse_type(key, where, "auto", "the value itself")
     return tuple(f"`{key}` of {where} changes nothing: {inert[key]}" for key in block if key in inert)
+
+
+def _prescaling(mapping: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Dividing before or after the sum over ranks is the same in fp32, but for the last bit."""
+    notes = []
+    for key, why in dskeys.TOP_MAPPED.items():
+        if key not in mapping or mapping[key] is None:
+            continue
+        if key == "prescale_gradients":
+            asks = want_bool(key, where, mapping[key])
+        else:
+            asks = want_number(key, where, mapping[key]) != 1
+            if not mapping[key]:
+                raise ZplanError(f"`{key}` of {where} is 0", "write 1.0, or leave it out")
+        if asks:
+            notes.append(f"`{key}` of {where} changes nothing: {why}")
+    return tuple(notes)
 
 
 def _bf16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
@@ -328,14 +387,48 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
         found["stage"] = stage
     if "reduce_bucket_size" in block:
         found["piece_numel"] = want_int("reduce_bucket_size", where, block["reduce_bucket_size"])
+    if block.get("overlap_comm") is not None:
+        found["overlap"] = want_bool("overlap_comm", where, block["overlap_comm"])
+    for name, field in dskeys.ZERO_COUNTS.items():
+        if block.get(name) is not None:
+            found[field] = want_int(name, where, block[name], least=0)
     if "stage3_max_live_parameters" in block:
         name = "stage3_max_live_parameters"
         found["max_live"] = want_int(name, where, block[name], least=0)
-    notes = []
+    notes = [*_offload(block, where, found)]
     for key, (value, why) in dskeys.ZERO_MAPPED.items():
         if block.get(key) is not None and want_bool(key, where, block[key]) is not value:
             notes.append(f"`{key}` of {where} is taken as {str(value).lower()}: {why}")
     return (*notes, *_screen(block, dskeys.ZERO_NEUTRAL, dskeys.ZERO_INERT, where))
+
+
+def _offload(block: Mapping[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """Both offload blocks, as one setting."""
+    notes: tuple[str, ...] = ()
+    places: dict[str, Any] = {}
+    ratio = 1.0
+    for key in ("offload_optimizer", "offload_param"):
+        if block.get(key) is None:
+            continue
+        inner = want_object(key, where, block[key])
+        there = f"`{key}` of {where}"
+        check_keys(inner, (*dskeys.OFFLOAD_HONOURED, *dskeys.OFFLOAD_INERT, "super_offload"), there)
+        if inner.get("super_offload"):
+            raise ZplanError(f"`super_offload` of {there} asks for something that is not built yet", "leave it out")
+        places[key] = want_one_of("device", there, inner.get("device") or "none", get_args(Place))
+        if "ratio" in inner and key == "offload_optimizer":
+            ratio = want_number("ratio", there, inner["ratio"])
+        if places[key] != "none":
+            notes += _screen(inner, {}, dskeys.OFFLOAD_INERT, there)
+    offload = Offload(places.get("offload_optimizer", "none"), places.get("offload_param", "none"), ratio)
+    if offload.params != "none" and offload.optimizer == "none":
+        raise ZplanError(
+            f"`offload_param` of {where} leaves the larger optimizer on the GPU",
+            f'add "offload_optimizer": {{"device": "{offload.params}"}}',
+        )
+    if places:
+        found["offload"] = offload if offload.optimizer != "none" else Offload()
+    return notes
 
 
 def _optimizer(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
@@ -352,17 +445,18 @@ def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[s
     words = {
         "checkpointing": Checkpointing,
         "attention": Attention,
-        "cross_entropy": Loss,
+        "cross_entropy": CrossEntropy,
         "kernels": Kernels,
         "reduce": Reduce,
         "transport": Transport,
         "saving": Saving,
     }
-    if "compile" in block:
-        found["compile"] = want_bool("compile", where, block["compile"])
     for name, kind in words.items():
         if name in block:
             found[name] = want_one_of(name, where, block[name], get_args(kind))
+    for name in _EXTRA_FLAGS:
+        if name in block:
+            found[name] = want_bool(name, where, block[name])
     if "optimizer" in block:
         name_optimizer(block["optimizer"], where, found)
     return ()

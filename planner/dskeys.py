@@ -44,11 +44,6 @@ def all_off(value: Any) -> bool:
     return absent(value) or (isinstance(value, Mapping) and all(v is None or v is False for v in value.values()))
 
 
-def no_device(value: Any) -> bool:
-    """An offload block that offloads nothing."""
-    return absent(value) or (isinstance(value, Mapping) and value.get("device", "none") in (None, "none"))
-
-
 def one_of(*values: Any) -> Neutral:
     return lambda value: any(type(value) is type(v) and value == v for v in values)
 
@@ -77,20 +72,18 @@ TOP_HONOURED = (
     "optimizer",
     "scheduler",
     "steps_per_print",
+    "communication_data_type",
+    "wall_clock_breakdown",
     "zplan",
 )
 
 TOP_NEUTRAL: dict[str, Neutral] = {
     "amp": disabled,
     "torch_autocast": disabled,
-    "communication_data_type": one_of(None, "fp32"),
     "seq_parallel_communication_data_type": one_of(None, "fp32"),
     "data_types": fp32_accumulation,
     "gradient_allreduce_op": one_of(None, "mean"),
-    "prescale_gradients": false,
-    "gradient_predivide_factor": number(1.0),
     "sparse_gradients": false,
-    "wall_clock_breakdown": false,
     "memory_breakdown": false,
     "dump_state": false,
     "disable_allgather": false,
@@ -126,7 +119,11 @@ TOP_NEUTRAL: dict[str, Neutral] = {
 }
 """The last two say what DeepSpeed may do with optimizers it does not know; either value asks for nothing here."""
 
-TOP_INERT: dict[str, str] = {"aio": "tunes NVMe offload, which is not built yet"}
+_AFTER = "zplan adds up in fp32 and divides once, in the step"
+TOP_MAPPED: dict[str, str] = {"prescale_gradients": _AFTER, "gradient_predivide_factor": _AFTER}
+"""When to divide by the ranks: any value gives the same training but for rounding."""
+
+TOP_INERT: dict[str, str] = {"aio": "it tunes DeepSpeed's own NVMe transfers"}
 
 BF16_NEUTRAL: dict[str, Neutral] = {
     "check_grad_overflow": either,
@@ -135,11 +132,28 @@ BF16_NEUTRAL: dict[str, Neutral] = {
     "bf16_optimizer_states": false,
 }
 
-ZERO_HONOURED = ("stage", "reduce_bucket_size", "stage3_max_live_parameters")
+OFFLOAD_HONOURED = ("device", "ratio")
+_IO = "it tunes DeepSpeed's own transfers"
+OFFLOAD_INERT: dict[str, str] = {
+    "nvme_path": "bytes are counted, not placed",
+    "pin_memory": "zplan pins what is offloaded to the host, at its exact size",
+    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"), _IO),
+    "cpuadam_cores_perc": _IO,
+}
+"""Of both offload blocks; `ratio` is the optimizer's."""
+
+ZERO_COUNTS = {
+    "stage3_prefetch_bucket_size": "prefetch_numel",
+    "stage3_param_persistence_threshold": "persist_numel",
+}
+"""Key -> field of `TrainingConfig`; in elements, 0 allowed."""
+
+ZERO_HONOURED = (
+    *("stage", "reduce_bucket_size", "stage3_max_live_parameters", "overlap_comm", *ZERO_COUNTS),
+    *("offload_optimizer", "offload_param"),
+)
 
 ZERO_NEUTRAL: dict[str, Neutral] = {
-    "offload_param": no_device,
-    "offload_optimizer": no_device,
     "cpu_offload": false,
     "cpu_offload_param": false,
     "zenflow": absent,
@@ -161,7 +175,6 @@ ZERO_NEUTRAL: dict[str, Neutral] = {
 
 _SAVING = "`zplan.summon` gives whole weights to save"
 ZERO_MAPPED: dict[str, tuple[bool, str]] = {
-    "overlap_comm": (True, "zplan always overlaps"),
     "contiguous_gradients": (True, "zplan's gradients are always contiguous"),
     "reduce_scatter": (True, "zplan always reduce-scatters"),
     "allgather_partitions": (True, "zplan always gathers"),
@@ -177,8 +190,6 @@ ZERO_INERT: dict[str, str] = {
     "allgather_bucket_size": "zplan gathers each unit in one piece",
     "use_multi_rank_bucket_allreduce": "zplan always sends a true reduce-scatter",
     "sub_group_size": "zplan's step goes unit by unit",
-    "stage3_prefetch_bucket_size": _RING,
-    "stage3_param_persistence_threshold": _RING,
     "stage3_model_persistence_threshold": _RING,
     "stage3_max_reuse_distance": _RING,
     "stage3_module_granularity_threshold": _RING,
@@ -189,7 +200,7 @@ ZERO_INERT: dict[str, str] = {
     "memory_efficient_linear": "zplan patches no torch function",
     "override_module_apply": "zplan patches no torch function",
     "log_trace_cache_warnings": "zplan has no trace cache",
-    "cpu_offload_use_pin_memory": "tunes offload, which is not built yet",
+    "cpu_offload_use_pin_memory": "zplan pins what is offloaded",
 }
 
 OPTIMIZER_PARAMS: dict[str, tuple[str, ...]] = {
@@ -214,16 +225,13 @@ OPTIMIZER_INERT: dict[str, str] = {
     name: "it picks an implementation; zplan has its own" for name in ("torch_adam", "fused", "foreach", "capturable")
 }
 
-OTHER_OPTIMIZERS = ("lamb", "muon", "muadam", "muadamw", "musgd", "onebitadam", "zerooneadam")
+OTHER_OPTIMIZERS = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
 """Lower case; known to the field and not built yet."""
 
 INSTEAD: dict[str, str] = {
     "activation_checkpointing": "drop the block and use `--checkpointing full`",
-    "offload_optimizer": 'use {"device": "none"}',
-    "offload_param": 'use {"device": "none"}',
-    "communication_data_type": "use fp32, which is how zplan reduces",
     "adam_w_mode": 'of "Adam": false adds the decay to the gradient; "AdamW" always decouples it',
-    "cpu_offload": "use false",
+    "cpu_offload": 'use "offload_optimizer": {"device": "cpu"}',
 }
 """What to write instead, where that is more than leaving the key out."""
 

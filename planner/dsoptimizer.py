@@ -7,7 +7,7 @@ from typing import Any
 
 from zplan.planner import dskeys
 from zplan.planner.errors import ZplanError, did_you_mean
-from zplan.planner.optimizers import KINDS, RUNNABLE
+from zplan.planner.optimizers import KINDS
 from zplan.planner.reading import (
     check_keys,
     want_bool,
@@ -18,13 +18,26 @@ from zplan.planner.reading import (
     want_str,
 )
 
-STARTS: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "adagrad": {"eps": 1e-10}}
+STARTS: dict[str, dict[str, Any]] = {
+    "lion": {"betas": (0.9, 0.99)},
+    "adagrad": {"eps": 1e-10},
+    "sgd": {"momentum": 0.0},
+}
 """Fields of `TrainingConfig` that an optimizer starts from where they differ from AdamW's."""
 
 
 def optimizer_type(name: str) -> str:
-    """What an optimizer of the table is called in DeepSpeed's schema."""
-    return KINDS[name].deepspeed or "AdamW"
+    """What an optimizer of the table is called in DeepSpeed's schema; its own name where that has none and zplan only
+    counts it.
+    """
+    kind = KINDS[name]
+    return kind.deepspeed or ("AdamW" if kind.runnable else kind.name)
+
+
+def _only_counted(title: str) -> str | None:
+    """The kind that a type in lower case means, where zplan counts its bytes and can't run it."""
+    found = (k.name for k in KINDS.values() if not k.runnable and title in (k.name, k.deepspeed.lower()))
+    return next(found, None)
 
 
 def optimizer_block(block: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any], str, dict[str, dskeys.Neutral]]:
@@ -37,7 +50,7 @@ def optimizer_block(block: Mapping[str, Any], where: str) -> tuple[str, dict[str
     where = f"`params` of {where}"
     if "max_grad_norm" in params:
         raise ZplanError(f"`max_grad_norm` of {where} clips nothing", "write `gradient_clipping` at the top level")
-    own = dskeys.OPTIMIZER_PARAMS[kind]
+    own = dskeys.OPTIMIZER_PARAMS.get(kind, dskeys.OPTIMIZER_PARAMS["adamw"])
     neutral = {k: v for k, v in dskeys.OPTIMIZER_NEUTRAL.items() if k not in own}
     check_keys(params, (*own, *neutral, *dskeys.OPTIMIZER_INERT), where)
     return kind, params, where, neutral
@@ -56,6 +69,8 @@ def read_optimizer(kind: str, params: Mapping[str, Any], where: str, found: dict
         notes = (f"{where} has no `lr`: 0.001, which is DeepSpeed's default",)
     if kind == "sgd":
         kind = _sgd(params, where, found)
+    elif only := _only_counted(kind):
+        kind = only
     elif kind == "adam" and want_bool("adam_w_mode", where, params.get("adam_w_mode", True)):
         kind = "adamw"  # DeepSpeed's "Adam" decays like AdamW unless told otherwise.
     _settle(kind, found)
@@ -64,7 +79,7 @@ def read_optimizer(kind: str, params: Mapping[str, Any], where: str, found: dict
 
 def name_optimizer(value: object, where: str, found: dict[str, Any]) -> None:
     """The `optimizer` key of the `zplan` block: a name of the table, where DeepSpeed's schema has no word for it."""
-    name = want_one_of("optimizer", where, value, RUNNABLE)
+    name = want_one_of("optimizer", where, value, KINDS)
     before = found.get("optimizer", name)
     if optimizer_type(before) != optimizer_type(name) or (optimizer_type(name) == "SGD" and before != name):
         raise ZplanError(
@@ -76,7 +91,7 @@ def name_optimizer(value: object, where: str, found: dict[str, Any]) -> None:
 def explicit_optimizer(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The block of an optimizer of the table; `values` are the fields of `TrainingConfig`."""
     title = optimizer_type(name)
-    own = dskeys.OPTIMIZER_PARAMS[title.lower()]
+    own = dskeys.OPTIMIZER_PARAMS.get(title.lower(), dskeys.OPTIMIZER_PARAMS["adamw"])
     params = {key: list(values[key]) if key == "betas" else values[key] for key in own if key in values}
     if title in ("AdamW", "Adam"):
         params["adam_w_mode"] = title == "AdamW"
@@ -102,7 +117,7 @@ def _sgd(params: Mapping[str, Any], where: str, found: dict[str, Any]) -> str:
 
 def _type(kind: str, where: str) -> str:
     """The type in lower case; refuses what is not built."""
-    if kind.lower() in dskeys.OPTIMIZER_PARAMS:
+    if kind.lower() in dskeys.OPTIMIZER_PARAMS or _only_counted(kind.lower()):
         return kind.lower()
     if kind.lower() in dskeys.OTHER_OPTIMIZERS:
         raise ZplanError(

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zplan.planner.emit_scripts import fsdp2_script, slurm_script
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.runnable import limits
 from zplan.planner.writing import render
 
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
 
-Format = Literal["zplan", "deepspeed", "accelerate", "hf", "fsdp2", "slurm"]
+Format = Literal["zplan", "deepspeed", "accelerate", "hf", "fsdp2", "torchtitan", "slurm"]
 FORMATS = get_args(Format)
 
 SUGGESTED: dict[str, str] = {
@@ -21,6 +22,7 @@ SUGGESTED: dict[str, str] = {
     "accelerate": "accelerate.yaml",
     "hf": "training_args.json",
     "fsdp2": "train_fsdp2.py",
+    "torchtitan": "torchtitan_config.py",
     "slurm": "job.sbatch",
 }
 """File names that the emitted files know each other by."""
@@ -51,6 +53,9 @@ def emit(plan: Plan, form: str) -> tuple[str, tuple[str, ...]]:
     if form not in _WRITERS:
         near = did_you_mean(form, FORMATS) or f"use one of {', '.join(FORMATS)}"
         raise ZplanError(f"there is no format `{form}`", near)
+    for limit in limits(plan.choice, plan.spec):
+        if form != "zplan" and limit.key not in ("--optimizer", "--reduce-dtype"):
+            raise ZplanError(f"`{limit.words}` has no words in the format `{form}`", limit.instead)
     return _WRITERS[form](plan)
 
 
@@ -166,6 +171,12 @@ def _fsdp2(plan: Plan) -> tuple[str, tuple[str, ...]]:
     return fsdp2_script(plan), tuple(notes)
 
 
+def _torchtitan(plan: Plan) -> tuple[str, tuple[str, ...]]:
+    from zplan.planner.emit_torchtitan import torchtitan_module
+
+    return torchtitan_module(plan)
+
+
 def _slurm(plan: Plan) -> tuple[str, tuple[str, ...]]:
     per_node, rest = divmod(plan.choice.world_size, plan.hardware.nodes)
     if rest:
@@ -182,5 +193,6 @@ _WRITERS: dict[str, Callable[[Plan], tuple[str, tuple[str, ...]]]] = {
     "accelerate": _accelerate,
     "hf": _hf,
     "fsdp2": _fsdp2,
+    "torchtitan": _torchtitan,
     "slurm": _slurm,
 }

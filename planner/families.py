@@ -7,17 +7,21 @@ block function, and a row in `BLOCKS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from zplan.planner import fused
 from zplan.planner.aten import BOOL, FP32, INT64, Aten
-from zplan.planner.config import Attention, Checkpointing
-from zplan.planner.models import Architecture, Unit
+from zplan.planner.config import Attention, Checkpointing, CrossEntropy, Kernels
+from zplan.planner.losses import chunked_cross_entropy, cross_entropy
+from zplan.planner.models import LORA_A, LORA_B, Architecture, Unit
 from zplan.planner.tape import UnitGradients, Value
 
 Params = dict[str, Value]
 Block = Callable[..., Value]
+Call = tuple[str, Block, tuple[Value, ...]]
+"""A block's name, what runs it, and what it is called with beside the hidden states."""
 
 
 def rotary_tables(op: Aten, arch: Architecture, seq: int, itemsize: int) -> tuple[Value, Value]:
@@ -146,35 +150,129 @@ def gpt2_block(op: Aten, p: Params, arch: Architecture, attention: Attention) ->
 BLOCKS = {"llama": llama_block, "gpt2": gpt2_block}
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a step runs its model, as far as activations can tell. Fields are those of `Choice`."""
+
+    checkpointing: Checkpointing = "none"
+    checkpoint_every: int = 1
+    checkpoint_offload: bool = False
+    attention: Attention = "sdpa"
+    cross_entropy: CrossEntropy = "plain"
+    kernels: Kernels = "torch"
+    padded: bool = False
+
+
 class StepTape(ABC):
     """One training step of a model on a tape. Phases are the ledger's."""
 
-    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int) -> None:
-        self.op, self.tape, self.arch, self.itemsize = op, op.tape, arch, itemsize
+    direct = False
+    """Whether a fused loss hands the head's gradient to its reduce in fp32, past autograd."""
+
+    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int, recipe: Recipe) -> None:
+        self.op, self.tape, self.arch, self.itemsize, self.recipe = op, op.tape, arch, itemsize, recipe
+        op.fused, op.masked = recipe.kernels == "fused", recipe.padded
         self.params: dict[str, Value] = {}
         for u in units:
             gradients = UnitGradients(u.name)
             for p in u.params:
-                self.params[p.name] = self.tape.parameter(p.shape, itemsize, gradients)
+                if u.frozen:
+                    self.params[p.name] = self.tape.buffer(p.shape, itemsize)
+                else:
+                    self.params[p.name] = self.tape.parameter(p.shape, itemsize, gradients)
+            op.quantized.update(self.params[p.name].storage for p in u.params if u.quantized)
+        for name, first in self.params.items():
+            if name.endswith(LORA_A):
+                base = name.removesuffix(LORA_A)
+                op.adapters[self.params[f"{base}.weight"].storage] = (first, self.params[base + LORA_B])
 
     def unit(self, name: str, run: Block, *inputs: Value) -> Value:
-        """Call a unit between its phases."""
+        """Call a unit between its phases; one that runs again is in a phase of backward already."""
+        if self.tape.recomputing:
+            return run(*inputs)
         self.tape.enter(f"forward.{name}")
-        out = run(*inputs)
-        assert out.node is not None
-        out.node.on_gradient = f"backward.{name}"
+        return self.starts(run(*inputs), f"backward.{name}")
+
+    def starts(self, out: Value, phase: str) -> Value:
+        """Let the arrival of a value's gradient begin a phase, unless everything up to it is frozen."""
+        if out.node is not None:
+            out.node.on_gradient = phase
         return out
 
+    def blocks(self, start: list[Value], calls: Sequence[Call]) -> Value:
+        """Call all blocks in order, checkpointed as the recipe says: each alone, or so many in one segment.
+
+        `start` holds the first hidden states and is emptied: their name is what the blocks' outputs take over.
+        """
+        x = start.pop()
+        recipe, every = self.recipe, self.recipe.checkpoint_every
+        if recipe.checkpointing == "none" or not self.tape.gradients:
+            for name, run, further in calls:
+                x = self.unit(name, run, x, *further)
+            return x
+        keep = partial(
+            self.tape.checkpoint, selective=recipe.checkpointing == "selective", offload=recipe.checkpoint_offload
+        )
+        if every == 1:
+            for name, run, further in calls:
+                x = self.unit(name, partial(keep, run), x, *further)
+            return x
+        for i in range(0, len(calls), every):
+            x = keep(partial(self._segment, calls[i : i + every]), x)
+        return x
+
+    def _segment(self, calls: Sequence[Call], x: Value) -> Value:
+        for name, run, further in calls:
+            x = self.unit(name, run, x, *further)
+        return x
+
+    def padding_mask(self, batch: int, seq: int) -> Value | None:
+        """Which tokens each token of a padded batch may see, (B, 1, T, T); the model's forward keeps it."""
+        return self.tape.new((batch, 1, seq, seq), BOOL, "padding mask") if self.recipe.padded else None
+
+    def evaluate(self, batch: int, seq: int) -> None:
+        """A batch and its forward, on a tape without gradients."""
+        self.tape.enter("forward.embed")
+        ids = self.tape.new((batch, seq), INT64, "inputs")
+        labels = self.tape.new((batch, seq), INT64, "labels")
+        _loss = self.forward(ids, labels)
+        self.tape.close()
+
+    @property
+    def loss_itemsize(self) -> int:
+        """Of the logits that the loss is taken of: fp32, or as they come from the head."""
+        return self.itemsize if self.recipe.cross_entropy == "bf16" else FP32
+
+    def loss_in_head(self, x: Value, labels: Value) -> Value:
+        """Head and loss as one unit, without whole logits."""
+        loss = self.unit("head", self._head_and_loss, x, labels)
+        # The features are an argument of the head until its hooks have run.
+        self.tape.enter("loss")
+        return loss
+
+    def _head_and_loss(self, x: Value, labels: Value) -> Value:
+        rows, target = self.op.view(x, (labels.numel, x.shape[-1])), labels.view((labels.numel,), (1,))
+        weight = self.head_weight()
+        if self.recipe.cross_entropy == "chunked":
+            return self.op.named("loss", chunked_cross_entropy(self.op, rows, weight, target))
+        direct = self.direct and not self.arch.tied and weight.node is not None
+        return self.op.named("loss", fused.linear_cross_entropy(self.op, rows, weight, target, direct=direct))
+
     @abstractmethod
-    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+    def head_weight(self) -> Value:
+        """The matrix (V, C) of the head."""
+
+    @abstractmethod
+    def forward(self, ids: Value, labels: Value) -> Value:
         """The loss of a batch (B, T) of ids and labels."""
 
-    def step(self, batch: int, seq: int, checkpointing: Checkpointing, attention: Attention) -> None:
+    def step(self, batch: int, seq: int) -> None:
         """Forward, backward and the optimizer's phase."""
         self.tape.enter("forward.embed")
         ids = self.tape.new((batch, seq), INT64, "inputs")
         labels = self.tape.new((batch, seq), INT64, "labels")
-        loss = self.forward(ids, labels, checkpointing, attention)
+        _which = self.tape.new((batch, seq), INT64, "mask of tokens") if self.recipe.padded else None
+        loss = self.forward(ids, labels)
         self.tape.enter("backward.loss")
         self.tape.backward(loss)
         self.tape.enter("step")
@@ -184,26 +282,32 @@ class StepTape(ABC):
 class DecoderTape(StepTape):
     """`runtime/decoder.py`."""
 
-    def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        op, arch, p = self.op, self.arch, self.params
+    direct = True
+
+    kinds: Mapping[str, Callable[[Aten, Params, Architecture, Attention], Block]] = BLOCKS
+    """Families and the functions that make their blocks."""
+
+    def features(self, ids: Value) -> Value:
         t = ids.shape[1]
-        x = op.embedding(p["embed.weight"], ids)
-        assert x.node is not None
-        x.node.on_gradient = "backward.embed"
+        mask = self.padding_mask(*ids.shape)
+        start = [self.starts(self.op.embedding(self.params["embed.weight"], ids), "backward.embed")]
         tables: tuple[Value, ...] = ()
-        if arch.family == "llama":
-            tables = rotary_tables(op, arch, t, self.itemsize)
+        if self.arch.family == "llama":
+            tables = rotary_tables(self.op, self.arch, t, self.itemsize)
         else:
-            x = op.add(x, self._positions(self.tape.new((t,), INT64, "positions.ids")))
-        for i in range(arch.layers):
+            start[0] = self.op.add(start[0], self._positions(self.tape.new((t,), INT64, "positions.ids")))
+        out = self.unit("norm", self._norm, self.blocks(start, self._calls(tables)))
+        del mask
+        return out
+
+    def _calls(self, tables: tuple[Value, ...]) -> list[Call]:
+        out = []
+        for i in range(self.arch.layers):
             prefix = f"blocks.{i}."
-            params = {k.removeprefix(prefix): v for k, v in p.items() if k.startswith(prefix)}
-            block = BLOCKS[arch.family](op, params, arch, attention)
-            if checkpointing == "full":
-                x = self.unit(prefix[:-1], partial(self.tape.checkpoint, block), x, *tables)
-            else:
-                x = self.unit(prefix[:-1], block, x, *tables)
-        return self.unit("norm", self._norm, x)
+            params = {k.removeprefix(prefix): v for k, v in self.params.items() if k.startswith(prefix)}
+            run = self.kinds[self.arch.family](self.op, params, self.arch, self.recipe.attention)
+            out.append((prefix[:-1], run, tables))
+        return out
 
     def _positions(self, ids: Value) -> Value:
         return self.unit(
@@ -218,34 +322,21 @@ class DecoderTape(StepTape):
         return self.op.layer_norm(x, self.params["norm.weight"], self.params["norm.bias"])
 
     def _head(self, x: Value) -> Value:
-        return self.op.linear(x, self.params["embed.weight" if self.arch.tied else "head.weight"])
+        return self.op.linear(x, self.head_weight())
 
-    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        if self.op.fused_loss:
-            return self._fused_loss(self.features(ids, checkpointing, attention), labels)
-        return self._cross_entropy(
-            self.op.to(self._logits(self.features(ids, checkpointing, attention)), FP32),
+    def forward(self, ids: Value, labels: Value) -> Value:
+        if self.recipe.cross_entropy in ("fused", "chunked"):
+            return self.loss_in_head(self.features(ids), labels)
+        return cross_entropy(
+            self.op,
+            self.op.to(self._logits(self.features(ids)), self.loss_itemsize),
             labels.view((labels.numel,), (1,)),
         )
 
-    def _fused_loss(self, x: Value, labels: Value) -> Value:
-        loss = self.unit("head", self._head_and_loss, x, labels)
-        # The features are an argument of the head until its hooks have run.
-        self.tape.enter("loss")
-        return loss
-
-    def _head_and_loss(self, x: Value, labels: Value) -> Value:
-        weight = self.params["embed.weight" if self.arch.tied else "head.weight"]
-        rows = self.op.view(x, (labels.numel, x.shape[-1]))
-        target = labels.view((labels.numel,), (1,))
-        return self.op.named(
-            "loss", fused.linear_cross_entropy(self.op, rows, weight, target, direct=not self.arch.tied)
-        )
+    def head_weight(self) -> Value:
+        return self.params["embed.weight" if self.arch.tied else "head.weight"]
 
     def _logits(self, x: Value) -> Value:
         logits = self.op.named("logits", self.unit("head", self._head, x))
         self.tape.enter("loss")
         return self.op.view(logits, (logits.numel // self.arch.vocab, self.arch.vocab))
-
-    def _cross_entropy(self, x: Value, target: Value) -> Value:
-        return self.op.nll_loss(self.op.softmax(x, "log_softmax"), target)

@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass, replace
 
 from zplan.planner.errors import ZplanError, did_you_mean
-from zplan.planner.presets import DATA
 from zplan.planner.units import MIB, format_bytes, format_gib
+
+DATA = os.path.join(os.path.dirname(__file__), "data")
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,14 @@ class Gpu:
     """What the vendor's tool reports as the total, else the size on the label in 10^9 bytes."""
     mem_reported: bool
     compute_capability: str
-    nvlink_gb_s: float = 0.0
-    """Of one GPU to all others of its node, both ways together; 0 where there is none or it is not known."""
+    bf16_tflops: float | None = None
+    """Dense peaks, 10^12 a second; None where not supported or not known."""
+    fp16_tflops: float | None = None
+    hbm_gb_s: float | None = None
+    nvlink_gb_s: float | None = None
+    """Both directions together; 0 for none."""
+    pcie_gb_s: float | None = None
+    """One direction."""
 
 
 NVLINK_TO_ALL = 300.0
@@ -46,8 +53,15 @@ class Hardware:
     """Per node; None when not given."""
     compute_capability: str = ""
     notes: tuple[str, ...] = ()
+    nvme_bytes: int | None = None
+    """Per node; None when not given."""
     nvlink: bool = False
     """Whether NVLink joins all GPUs of a node."""
+
+    @property
+    def bf16(self) -> bool:
+        """Whether its cards compute in bf16: NVIDIA's from Ampere on; a card of which nothing is known passes."""
+        return not self.compute_capability[:1].isdigit() or float(self.compute_capability) >= 8
 
     @property
     def gpus_per_node(self) -> int:
@@ -73,10 +87,18 @@ def read_gpus() -> list[Gpu]:
                 mem_bytes=int(row["total_mib"]) * MIB if row["total_mib"] else int(row["nominal_gb"]) * 10**9,
                 mem_reported=bool(row["total_mib"]),
                 compute_capability=row["compute_capability"],
-                nvlink_gb_s=float(row["nvlink_gb_s"] or 0),
+                bf16_tflops=_number(row["bf16_dense_tflops"]),
+                fp16_tflops=_number(row["fp16_dense_tflops"]),
+                hbm_gb_s=_number(row["hbm_gb_s"]),
+                nvlink_gb_s=_number(row["nvlink_gb_s"]),
+                pcie_gb_s=_number(row["pcie_gb_s"]),
             )
             for row in csv.DictReader(f)
         ]
+
+
+def _number(cell: str) -> float | None:
+    return float(cell) if cell else None
 
 
 def _words(name: str) -> frozenset[str]:
@@ -142,6 +164,7 @@ def hardware_from(
     gpu: str | None = None,
     nodes: int = 1,
     host_mem_bytes: int | None = None,
+    nvme_bytes: int | None = None,
     device: str = "cuda",
 ) -> Hardware:
     """The hardware that was asked for; what is left out is read from this machine.
@@ -156,7 +179,7 @@ def hardware_from(
         Name in the table.
     nodes
         Machines; they hold equally many GPUs.
-    host_mem_bytes
+    host_mem_bytes, nvme_bytes
         Per node.
     device
         On `cpu` a "GPU" is a rank and its memory an equal share of this machine's, unless given.
@@ -173,7 +196,7 @@ def hardware_from(
     elif mem_bytes is None:
         here, count, notes = _this_machine()
         name, capability, mem_bytes = here.name, here.compute_capability, here.mem_bytes
-        links = here.nvlink_gb_s
+        links = here.nvlink_gb_s or 0.0
         gpus = gpus or count
     if gpus is None:
         gpus, notes = 1, (*notes, "--gpus is not given: one GPU")
@@ -185,12 +208,14 @@ def hardware_from(
         )
     assert mem_bytes is not None
     nvlink = links >= NVLINK_TO_ALL
-    return Hardware(gpus, nodes, mem_bytes, name, host_mem_bytes, capability, notes, nvlink)
+    return Hardware(gpus, nodes, mem_bytes, name, host_mem_bytes, capability, notes, nvme_bytes, nvlink)
 
 
 def _links(row: Gpu) -> float:
     """NVLink of a row, for boards that join all GPUs of a node: PCIe cards have bridges between two at best."""
-    return row.nvlink_gb_s if row.vendor == "NVIDIA" and "PCIe" not in row.name and "NVL" not in row.name else 0.0
+    return (
+        row.nvlink_gb_s or 0.0 if row.vendor == "NVIDIA" and "PCIe" not in row.name and "NVL" not in row.name else 0.0
+    )
 
 
 def host_memory() -> int:

@@ -6,10 +6,8 @@ scores in compute dtype, as that class does.
 
 from __future__ import annotations
 
-from functools import partial
-
 from zplan.planner.aten import INT64, Aten
-from zplan.planner.config import Attention, Checkpointing
+from zplan.planner.config import Attention
 from zplan.planner.families import Params, StepTape
 from zplan.planner.models import Architecture
 from zplan.planner.tape import Value
@@ -25,38 +23,39 @@ class BertTape(StepTape):
         positions = op.tape.buffer((1, seq), INT64)
         types = op.expand(op.tape.new((1, seq), INT64, "types.ids"), (batch, seq))
         words = op.embedding(p[f"{name}.word_embeddings.weight"], ids)
+        if self.recipe.checkpointing != "none":
+            op.tape.require_gradient(words)  # As the class does with checkpointing.
         typed = op.embedding(p[f"{name}.token_type_embeddings.weight"], types, table="types")
         out = op.add(words, typed)
         placed = op.embedding(p[f"{name}.position_embeddings.weight"], positions, table="positions")
         out = op.add(out, placed)
-        return _layer_norm(op, p, f"{name}.LayerNorm", out)
+        out = _layer_norm(op, p, f"{name}.LayerNorm", out)
+        return op.dropout(out) if self.arch.trait("dropout") else out
 
-    def block(self, i: int, attention: Attention) -> Block:
-        return Block(self.op, self.params, self.arch, f"bert.encoder.layer.{i}.", attention)
+    def layer(self, i: int) -> Block:
+        return Block(self.op, self.params, self.arch, f"bert.encoder.layer.{i}.", self.recipe.attention)
+
+    def head_weight(self) -> Value:
+        own = self.params.get("cls.predictions.decoder.weight")
+        return self.params["bert.embeddings.word_embeddings.weight"] if own is None else own
 
     def head(self, x: Value) -> Value:
         op, p, name = self.op, self.params, "cls.predictions.transform"
         x = op.linear(x, p[f"{name}.dense.weight"], p[f"{name}.dense.bias"])
         x = op.unary(x, "gelu")
         x = _layer_norm(op, p, f"{name}.LayerNorm", x)
-        own = p.get("cls.predictions.decoder.weight")
-        weight = p["bert.embeddings.word_embeddings.weight"] if own is None else own
-        return op.linear(x, weight, p["cls.predictions.bias"])
+        return op.linear(x, self.head_weight(), p["cls.predictions.bias"])
 
-    def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        embedded = self.embed(ids)
-        assert embedded.node is not None
-        embedded.node.on_gradient = "backward.embed"
-        hidden = embedded
-        for i in range(self.arch.layers):
-            run = self.block(i, attention).run
-            hidden = self.unit(
-                f"blocks.{i}", partial(self.tape.checkpoint, run) if checkpointing == "full" else run, hidden
-            )
-        return hidden
+    def features(self, ids: Value) -> Value:
+        # Every layer is called in a phase of its own; the embedding's output keeps its name, as in the class.
+        embedded = self.starts(self.embed(ids), "backward.embed")
+        padding = self.padding_mask(*ids.shape)
+        out = self.blocks([embedded], [(f"blocks.{i}", self.layer(i).run, ()) for i in range(self.arch.layers)])
+        del padding
+        return out
 
-    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        hidden = self.features(ids, checkpointing, attention)
+    def forward(self, ids: Value, labels: Value) -> Value:
+        hidden = self.features(ids)
         scores = self.op.named("logits", self.unit("head", self.head, hidden))
         self.tape.enter("loss")
         tokens = labels.numel
@@ -84,6 +83,7 @@ class Block:
 
     def _output(self, x: Value, given: Value, name: str) -> Value:
         x = self._linear(x, f"{name}.dense")
+        x = self.op.dropout(x) if self.arch.trait("dropout") else x
         return _layer_norm(self.op, self.p, f"{self.prefix}{name}.LayerNorm", self.op.add(x, given))
 
     def _attention(self, x: Value) -> tuple[Value, Value | None]:
@@ -101,12 +101,14 @@ class Block:
         return op.reshape(out, (*x.shape[:2], self.arch.heads * self.arch.head_dim)), weights
 
     def _fused(self, q: Value, k: Value, v: Value) -> Value:
-        return self.op.contiguous(self.op.transpose(self.op.sdpa(q, k, v), 1, 2))
+        return self.op.contiguous(self.op.transpose(self.op.sdpa(q, k, v, causal=False), 1, 2))
 
     def _eager(self, q: Value, k: Value, v: Value) -> tuple[Value, Value]:
         op = self.op
         scores = op.scale(op.matmul(q, op.transpose(k, 2, 3)))
         scores = op.softmax(scores, "softmax")
+        if self.arch.trait("attention_dropout"):
+            scores = op.dropout(scores)
         out = op.named("attention output", op.matmul(scores, v))
         return op.contiguous(op.transpose(out, 1, 2)), scores
 

@@ -1,7 +1,7 @@
 """The op lists of the layers of Hugging Face decoders (transformers 5.24): one row of `STYLES` a model_type.
 
-See [Note: lifetimes] in `planner/tape.py`: a module's call keeps its inputs until it returns. Dropout is off, as
-everywhere.
+See [Note: lifetimes] in `planner/tape.py`: a module's call keeps its inputs until it returns. Dropout is on where the
+config asks for it: `planner/hfdropout.py`.
 """
 
 from __future__ import annotations
@@ -147,6 +147,10 @@ class Block:
     def linear(self, x: Value, name: str) -> Value:
         return self.op.linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
 
+    def drop(self, x: Value) -> Value:
+        """Dropout of what a branch adds to the hidden states, where the config asks for it."""
+        return self.op.dropout(x) if self.arch.trait("dropout") else x
+
     def norm(self, x: Value, which: int) -> Value:
         return norm(self.op, x, self.p, self.style.norms[which], self.style.norm)
 
@@ -199,11 +203,14 @@ class Block:
 
     def attend(self, q: Value, k: Value, v: Value, *mask: Value) -> tuple[Value, Value | None]:
         """From queries, keys and values (B, H, T, D) to what `attention` returns."""
-        out, weights = self._eager(q, k, v, *mask) if self.kind == "eager" else self._fused(q, k, v)
+        out, weights = self._eager(q, k, v, *mask) if self.kind == "eager" else self._fused(q, k, v, *mask)
         out = self.op.reshape(out, (*out.shape[:2], self.arch.heads * self.arch.head_dim))
         return self.linear(out, ".".join(self.style.attention)), weights
 
-    def _fused(self, q: Value, k: Value, v: Value) -> tuple[Value, Value | None]:
+    def _fused(self, q: Value, k: Value, v: Value, *mask: Value) -> tuple[Value, Value | None]:
+        times = self.arch.heads // self.arch.kv_heads
+        if mask and times > 1:
+            k, v = self._repeated(k, times), self._repeated(v, times)
         return self.op.contiguous(self.op.transpose(self.op.sdpa(q, k, v), 1, 2)), None
 
     def _eager(self, q: Value, k: Value, v: Value, mask: Value) -> tuple[Value, Value | None]:
@@ -217,6 +224,8 @@ class Block:
             scores = op.scale(scores)
         scores = op.add(scores, mask)
         scores = op.to(op.softmax(op.to(scores, FP32), "softmax"), q.itemsize)
+        if self.arch.trait("attention_dropout"):
+            scores = op.dropout(scores)
         out = op.named("attention output", op.matmul(scores, v))
         return op.contiguous(op.transpose(out, 1, 2)), scores
 
@@ -248,11 +257,11 @@ def _serial(b: Block, x: Value, *tables: Value) -> Value:
     residual = x
     hidden = b.norm(x, 0)
     hidden, _weights = b.attention(hidden, *tables)
-    hidden = b.op.named("after attention", b.op.add(residual, hidden))
+    hidden = b.op.named("after attention", b.op.add(residual, b.drop(hidden)))
     residual = hidden
     hidden = b.norm(hidden, 1)
     hidden = b.feed(hidden)
-    return b.op.add(residual, hidden)
+    return b.op.add(residual, b.drop(hidden))
 
 
 def _post(b: Block, x: Value, *tables: Value) -> Value:
@@ -269,10 +278,14 @@ def _post(b: Block, x: Value, *tables: Value) -> Value:
 
 def _neox(b: Block, x: Value, *tables: Value) -> Value:
     attended, _weights = b.attention(b.norm(x, 0), *tables)
+    attended = b.drop(attended)
     if not b.arch.trait("parallel"):
         attended = b.op.named("after attention", b.op.add(attended, x))
-        return b.op.add(b.feed(b.norm(attended, 1)), attended)
+        fed = b.feed(b.norm(attended, 1))
+        fed = b.drop(fed)
+        return b.op.add(fed, attended)
     fed = b.feed(b.norm(x, 1))
+    fed = b.drop(fed)
     return b.op.add(b.op.add(fed, attended), x)
 
 
@@ -292,7 +305,8 @@ def _phi(b: Block, x: Value, *tables: Value) -> Value:
     residual = x
     hidden = b.norm(x, 0)
     attended, _weights = b.attention(hidden, *tables)
-    fed = b.feed(hidden)
+    attended = b.drop(attended)
+    fed = b.drop(b.feed(hidden))
     return b.op.add(b.op.add(attended, fed), residual)
 
 
@@ -316,6 +330,7 @@ def _opt(b: Block, x: Value, *mask: Value) -> Value:
     residual = x
     hidden = b.norm(x, 0)
     hidden, _weights = _opt_attention(b, hidden, *mask)
+    hidden = b.drop(hidden)
     hidden = op.named("after attention", op.add(residual, hidden))
     shape = hidden.shape
     hidden = op.reshape(hidden, (shape[0] * shape[1], shape[2]))
@@ -324,6 +339,7 @@ def _opt(b: Block, x: Value, *mask: Value) -> Value:
     hidden = op.named("up", b.linear(hidden, "fc1"))
     hidden = op.named("relu(up)", op.relu(hidden))
     hidden = b.linear(hidden, "fc2")
+    hidden = b.drop(hidden)
     return op.view(op.add(residual, hidden), shape)
 
 

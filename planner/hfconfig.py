@@ -89,6 +89,10 @@ def read_architecture(config: Mapping[str, Any], source: str) -> tuple[Architect
         raise ZplanError(f"model_type `{kind}` of `{source}` is not built yet", NOT_BUILT_HINT)
     _check_class(keys, ARCHITECTURES[kind])
     note = f"model_type `{kind}` is estimate only: zplan has no decoder of its own for it, so `zplan plan` refuses it"
+    from zplan.planner.hfdropout import DROPOUTS, with_dropout
+
+    if kind in DROPOUTS:
+        return with_dropout(read_shape(kind, keys), keys), (note,)
     return read_shape(kind, keys), (note, *_dropout_note(keys, _DROPOUTS))
 
 

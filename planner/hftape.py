@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from zplan.planner.aten import BOOL, FP32, INT64, Aten
-from zplan.planner.config import Attention, Checkpointing
-from zplan.planner.families import Params, StepTape
+from zplan.planner.families import Params, Recipe, StepTape
 from zplan.planner.hfblocks import STYLES, Block
 from zplan.planner.hfops import norm, rotary_tables
 from zplan.planner.models import Architecture, Unit
@@ -21,51 +20,58 @@ from zplan.planner.tape import Value
 class ClassTape(StepTape):
     """A decoder of `STYLES`."""
 
-    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int) -> None:
-        super().__init__(op, arch, units, itemsize)
+    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int, recipe: Recipe) -> None:
+        super().__init__(op, arch, units, itemsize, recipe)
         self.style = STYLES[arch.family]
-        self.by_unit: dict[str, Params] = {
-            u.name: {_short(u, p.name): self.params[p.name] for p in u.params} for u in units
-        }
+        self.by_unit: dict[str, Params] = {"head": {}}
+        for u in units:
+            found = self.by_unit.setdefault(u.base_name, {})
+            found.update((_short(u, p.name), self.params[p.name]) for p in u.params)
 
     def layers(
         self,
-        hidden: Value,
-        checkpointing: Checkpointing,
-        attention: Attention,
+        start: list[Value],
         positions: Value,
         tables: Sequence[tuple[Value, ...]],
         masks: Sequence[Value],
     ) -> Value:
         """All layers and the last norm."""
+        calls = []
         for i in range(self.arch.layers):
-            run = Block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style, attention).run
-            block = partial(self.tape.checkpoint, run) if checkpointing == "full" else run
+            run = Block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style, self.recipe.attention).run
             # Where there are two kinds of layers the first one stands for those of the other kind.
             kind = -1 if i == 0 else 0
-            hidden = self.unit(f"blocks.{i}", block, hidden, positions, *tables[kind], *(masks and [masks[kind]]))
-        return self.unit("norm", self._norm, hidden)
+            calls.append((f"blocks.{i}", run, (positions, *tables[kind], *(masks and [masks[kind]]))))
+        return self.unit("norm", self._norm, self.blocks(start, calls))
 
     def embed(self, ids: Value) -> Value:
         out = self.op.embedding(self.by_unit["embed"]["weight"], ids)
         # The factor is a buffer of the model.
         out = self.op.scale(out) if self.style.scaled else out
-        assert out.node is not None
-        out.node.on_gradient = "backward.embed"
-        return out
+        if self.recipe.checkpointing != "none":
+            self.tape.require_gradient(out)  # The class does so with checkpointing, for the sake of a frozen embedding.
+        return self.starts(out, "backward.embed")
 
-    def features(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+    def features(self, ids: Value) -> Value:
         if self.style.rotation is None:
-            return self._learned_positions(ids, checkpointing, attention)
+            return self._learned_positions(ids)
         embedded, seq = self.embed(ids), ids.shape[1]
         positions = self._positions(seq)
         for _ in range(self.style.masks):
             self._look_for_packing(*ids.shape)
-        masks = self._masks(ids, attention)
+        masks = self._masks(ids)
+        start = [self._dropped(embedded)]
+        if self.arch.family == "phi":
+            embedded = start[0]  # There the dropped one takes over the name, which lives until the forward returns.
         wide = self.arch.trait("rotary") or self.arch.head_dim
         itemsize = FP32 if self.style.rotary_fp32 else self.itemsize
         tables = [rotary_tables(self.op, wide, seq, itemsize) for _ in range(self.style.tables)]
-        return self.layers(embedded, checkpointing, attention, positions, tables, masks)
+        out = self.layers(start, positions, tables, masks)
+        del embedded
+        return out
+
+    def _dropped(self, embedded: Value) -> Value:
+        return self.op.dropout(embedded) if self.arch.trait("embed_dropout") else embedded
 
     def _look_for_packing(self, batch: int, seq: int) -> None:
         """Whether positions start again anywhere: their differences, and how often they are not 1."""
@@ -85,9 +91,12 @@ class ClassTape(StepTape):
         del others
         return out
 
-    def _masks(self, ids: Value, attention: Attention) -> list[Value]:
+    def _masks(self, ids: Value) -> list[Value]:
         """Fused attention of whole sequences needs none. Otherwise each is (B, 1, T, T), in the compute dtype."""
-        return [self._mask(*ids.shape) for _ in range(self.style.masks)] if attention == "eager" else []
+        padding = self.padding_mask(*ids.shape)
+        if self.recipe.attention == "eager":
+            return [self._mask(*ids.shape) for _ in range(self.style.masks)]
+        return [] if padding is None else [padding]
 
     def _mask(self, batch: int, seq: int) -> Value:
         future = self._future(batch, seq)
@@ -105,17 +114,17 @@ class ClassTape(StepTape):
         counted = self.tape.new((seq,), INT64, "positions.ids")
         return self.op.like(counted, "positions.ids")
 
-    def _learned_positions(self, ids: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
+    def _learned_positions(self, ids: Value) -> Value:
         """OPT counts the ones of an fp32 mask, and looks the counts up two rows further down."""
         tape, embedded = self.tape, self.embed(ids)
-        mask = tape.new(ids.shape, FP32, "positions.mask")
+        mask = None if self.recipe.padded else tape.new(ids.shape, FP32, "positions.mask")
         positions = tape.new(ids.shape, FP32, "positions.ids")
         positions = self._shifted(self.op.like(positions, "positions.ids"))
-        masks = self._masks(ids, attention)
+        masks = self._masks(ids)
         table = partial(self.op.embedding, self.by_unit["positions"]["weight"], table="positions")
         rows = self.unit("positions", lambda x: table(self.op.like(x, "positions.ids")), positions)
-        hidden = self.op.add(embedded, rows)
-        out = self.layers(hidden, checkpointing, attention, positions, [()], masks)
+        # The sum has no name here: a layer that does not save its input lets it go.
+        out = self.layers([self.op.add(embedded, rows)], positions, [()], masks)
         del mask
         return out
 
@@ -128,13 +137,17 @@ class ClassTape(StepTape):
     def _norm(self, x: Value) -> Value:
         return norm(self.op, x, {f"norm.{k}": v for k, v in self.by_unit["norm"].items()}, "norm", self.style.norm)
 
-    def _head(self, x: Value) -> Value:
+    def head_weight(self) -> Value:
         own = self.by_unit["head"].get("weight")
-        weight = self.by_unit["embed"]["weight"] if own is None else own
-        return self.op.linear(x, weight, self.by_unit["head"].get("bias"))
+        return self.by_unit["embed"]["weight"] if own is None else own
 
-    def forward(self, ids: Value, labels: Value, checkpointing: Checkpointing, attention: Attention) -> Value:
-        hidden = self.features(ids, checkpointing, attention)
+    def _head(self, x: Value) -> Value:
+        return self.op.linear(x, self.head_weight(), self.by_unit["head"].get("bias"))
+
+    def forward(self, ids: Value, labels: Value) -> Value:
+        hidden = self.features(ids)
+        if self.recipe.cross_entropy in ("fused", "chunked"):
+            return self.loss_in_head(hidden, self._shifted_labels(labels))
         logits = self.op.named("logits", self.unit("head", self._head, hidden))
         self.tape.enter("loss")
         if self.arch.trait("capped_logits"):
@@ -143,9 +156,12 @@ class ClassTape(StepTape):
             logits = self.op.scale(logits)
         return self._loss(logits, labels)
 
+    def _shifted_labels(self, labels: Value) -> Value:
+        return self.op.like(labels, "labels.shifted")
+
     def _loss(self, logits: Value, labels: Value) -> Value:
         op, tape = self.op, self.tape
-        up = op.to(logits, FP32)
+        up = op.to(logits, self.loss_itemsize)
         b, t = labels.shape
         # Labels are padded by one and cut by one: (B, T + 1), which is two terms, then (B, T).
         padded = [tape.new((b, t), INT64, "labels.padded"), tape.new((b,), INT64, "labels.padded")]
@@ -160,5 +176,5 @@ class ClassTape(StepTape):
 def _short(unit: Unit, name: str) -> str:
     """A parameter's name within its block; in other units, its last part."""
     if unit.kind == "block":
-        return name.split(f".{unit.name.rpartition('.')[2]}.", 1)[1]
+        return name.split(f".{unit.base_name.rpartition('.')[2]}.", 1)[1]
     return name.rpartition(".")[2]

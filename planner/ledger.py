@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 Tier = Literal["device", "host", "pinned", "nvme"]
 Kind = Literal["states", "buffers", "activations", "overhead"]
 Source = Literal["allocated", "derived", "measured", "estimate"]
 """allocated: zplan allocates it, exact. derived: follows from torch's own ops, exact on the device named in the plan.
-measured: a machine constant with its source in `note`. estimate: stated, not exact."""
+measured: a machine constant with its source in `note`. estimate: stated, not exact. How far the last two may be off is
+`Line.bounds`."""
+
+SPREAD_PERCENT: dict[Source, int] = {"allocated": 0, "derived": 0, "measured": 5, "estimate": 10}
+"""Per cent by which a line without bounds of its own may be off, either way. See [Note: intervals] in interval.py."""
+
+_EXACT = tuple(source for source, percent in SPREAD_PERCENT.items() if not percent)
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,8 @@ class Line:
         Bytes of one instance.
     spans
         One `(first, last)` pair of phase indices (inclusive) per instance.
+    low, high
+        Bounds of `nbytes` where it is not exact and the usual spread of its source is not the one to state.
     """
 
     id: str
@@ -38,6 +47,20 @@ class Line:
     tier: Tier = "device"
     source: Source = "allocated"
     note: str = ""
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the most that one instance may be."""
+        off = self.nbytes * SPREAD_PERCENT[self.source] // 100
+        low, high = self.low, self.high
+        return self.nbytes - off if low is None else low, self.nbytes + off if high is None else high
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is said about how far it may be off."""
+        return self.source in _EXACT and self.low is None and self.high is None
 
     @property
     def count(self) -> int:
@@ -71,6 +94,31 @@ class Ledger:
             out.append(live)
         return tuple(out)
 
+    def offsets(self, tier: Tier = "device") -> tuple[list[int], list[int]]:
+        """By how much the live bytes of each phase may be less, as numbers below zero, and more."""
+        less, more = ([0] * (len(self.phases) + 1) for _ in range(2))
+        for line in self.lines:
+            if line.tier != tier or line.exact:
+                continue
+            low, high = line.bounds
+            for first, last in line.spans:
+                for delta, off in ((less, low - line.nbytes), (more, high - line.nbytes)):
+                    delta[first] += off
+                    delta[last + 1] -= off
+        return list(accumulate(less[:-1])), list(accumulate(more[:-1]))
+
+    def at_most(self, tier: Tier) -> list[int]:
+        """Live bytes in each phase with every line at its most."""
+        return [n + off for n, off in zip(self.per_phase(tier), self.offsets(tier)[1], strict=True)]
+
+    def interval(self, tier: Tier = "device") -> tuple[int, int]:
+        """Between which bytes the peak lies: the largest phase with every line at its least, and at its most."""
+        low, high = (
+            max((n + off for n, off in zip(self.per_phase(tier), offsets, strict=True)), default=0)
+            for offsets in self.offsets(tier)
+        )
+        return low, high
+
     def peak_bytes(self, tier: Tier = "device") -> int:
         return max(self.per_phase(tier), default=0)
 
@@ -89,9 +137,9 @@ class Ledger:
                 found.append((line, n))
         return tuple(found)
 
-    def kind_at_peak(self, tier: Tier = "device") -> dict[str, int]:
+    def kind_at_peak(self, tier: Tier = "device") -> dict[Kind, int]:
         """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
-        out: dict[str, int] = {}
+        out: dict[Kind, int] = {}
         for line, n in self.live(self.peak_phase(tier), tier):
             out[line.kind] = out.get(line.kind, 0) + n * line.nbytes
         return out

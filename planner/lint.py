@@ -44,6 +44,10 @@ class Subject:
     hidden: int | None = None
     largest_tensor: int | None = None
     """Elements."""
+    layers: int | None = None
+    vocab: int | None = None
+    batch_norm: bool = False
+    """The model has BatchNorm layers."""
     model_type: str = ""
     experts: int = 0
     """Per block; 0 for a dense model."""
@@ -51,6 +55,8 @@ class Subject:
     """What the published weights are in."""
     micro_batch: int | None = None
     """What the launcher passes (`--per_device_train_batch_size`)."""
+    seq: int | None = None
+    """Tokens per sequence."""
     was_batch: int | None = None
     """Sequences per step of the run that the learning rate is from."""
     was_gpus: int | None = None
@@ -199,11 +205,17 @@ def check_document(document: Document, source: str, subject: Subject) -> Report:
         raise ZplanError(f"`{source}` is a plan, not a config", "`zplan emit` writes configs from it")
     if is_accelerate(document.value):
         return check_accelerate(document, source, subject)
+    view = deepspeed_view(document, subject)
+    inside = f" in `{view.prefix[0]}`" if view.prefix else ""
+    return check_deepspeed(view, source, f"DeepSpeed config{inside}")
+
+
+def deepspeed_view(document: Document, subject: Subject) -> View:
+    """The DeepSpeed config of a document: the whole of it, or the block in which a trainer's file keeps it."""
     for wrapper in ("deepspeed", "deepspeed_config", "ds_config"):
         if isinstance(document.value.get(wrapper), dict):
-            view = View(document, document.value[wrapper], (wrapper,), subject)
-            return check_deepspeed(view, source, f"DeepSpeed config in `{wrapper}`")
-    return check_deepspeed(View(document, document.value, (), subject), source, "DeepSpeed config")
+            return View(document, document.value[wrapper], (wrapper,), subject)
+    return View(document, document.value, (), subject)
 
 
 def check_deepspeed(view: View, source: str, kind: str, more: Iterable[Finding] = ()) -> Report:

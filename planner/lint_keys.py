@@ -9,7 +9,7 @@ from typing import Any
 from zplan.planner import dskeys
 from zplan.planner.dsschema import FOREIGN, KNOWN_TOP, REMOVED, REMOVED_ZERO, STRICT, TOP, UNPREFIXED, ZERO, Key
 from zplan.planner.lint import Finding, View, nearest
-from zplan.planner.reading import kind_of
+from zplan.planner.reading import finite, kind_of
 from zplan.planner.relaxed import Path
 
 REMOVED_SINCE = (0, 19)
@@ -207,7 +207,7 @@ def _number(view: View, path: Path, row: Key, value: Any, *, pydantic: bool) -> 
         loose = pydantic and (plain or row.type == "number")
         yield view.find("string-number", "error", path, message, fix, refused=not loose)
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not finite(value):
         yield view.find(
             "wrong-type", "error", path, f"{name} is {kind_of(value)}", "write a number", refused=not pydantic
         )

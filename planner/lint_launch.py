@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from zplan.planner.costs import activation_costs, fsdp_costs
 from zplan.planner.lint import Finding, Report, Subject, View, check_deepspeed, nearest, whole
+from zplan.planner.lint_model import states_fit
 from zplan.planner.reading import kind_of
 from zplan.planner.relaxed import Document, Path
 
@@ -85,8 +87,11 @@ def check_accelerate(document: Document, source: str, subject: Subject) -> Repor
     from zplan.planner.lint_keys import syntax
 
     found = (*syntax(view), *own)
-    kind = "accelerate config with FSDP" if config.get("fsdp_config") else "accelerate config"
-    return Report(source, kind, _headline(config), found)
+    fsdp = config.get("fsdp_config")
+    if not isinstance(fsdp, Mapping) or not fsdp:
+        return Report(source, "accelerate config", _headline(config), found)
+    costs = (*fsdp_costs(view, fsdp), *activation_costs(view))
+    return Report(source, "accelerate config with FSDP", _headline(config), (*found, *states_fit(view, costs)), costs)
 
 
 def _headline(config: Mapping[str, Any]) -> str:

@@ -226,10 +226,24 @@ def no_effect(view: View) -> Iterator[Finding]:
         yield view.find(
             "no-effect", "warning", ("aio",), "`aio` has no effect: nothing is offloaded to NVMe", "delete it"
         )
-    if any(value not in (None, False, 0) for value in view.block("activation_checkpointing").values()):
+    yield from _checkpointing_block(view)
+
+
+def _checkpointing_block(view: View) -> Iterator[Finding]:
+    """DeepSpeed's activation checkpointing acts on models that call it, and two of its keys need more than that."""
+    block, path = view.block("activation_checkpointing"), ("activation_checkpointing",)
+    if any(value not in (None, False, 0) for value in block.values()):
         message = "`activation_checkpointing` acts only on models that call DeepSpeed's own checkpoint function"
         fix = "for transformers models: model.gradient_checkpointing_enable()"
-        yield view.find("activation-checkpointing-inert", "warning", ("activation_checkpointing",), message, fix)
+        yield view.find("activation-checkpointing-inert", "warning", path, message, fix)
+    if block.get("partition_activations") is True:
+        message = "`partition_activations` splits checkpoints over tensor-parallel ranks only: without them, nothing"
+        here = (*path, "partition_activations")
+        yield view.find("activation-checkpointing-inert", "note", here, message, "delete it")
+    if block.get("contiguous_memory_optimization") is True and not block.get("number_checkpoints"):
+        message = "`contiguous_memory_optimization` needs `number_checkpoints`, which is missing"
+        here = (*path, "contiguous_memory_optimization")
+        yield view.find("activation-checkpointing-inert", "note", here, message, "add the number of layers")
 
 
 def offload(view: View) -> Iterator[Finding]:

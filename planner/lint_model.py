@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from zplan.planner.costs import costs
+from zplan.planner.costs import PER_RANK_ACTIVATIONS, Cost, costs
 from zplan.planner.dsschema import LEAF_CLASSES_BUILT_IN
 from zplan.planner.lint import Finding, View
-from zplan.planner.textbook import TEXTBOOK
+from zplan.planner.textbook import TEXTBOOK, least_ranks
 from zplan.planner.units import format_si
 
 ROOMY_PERCENT = 60
@@ -25,19 +25,26 @@ def gather_on_save(view: View) -> Iterator[Finding]:
         yield view.find("gather-off", "warning", path, message, "write true, or convert the checkpoint")
     elif view.zero[key] is True and view.subject.num_params is not None:
         nbytes = 2 * view.subject.num_params
-        limits = (view.subject.mem_bytes, view.subject.host_mem_bytes)
-        over = any(limit is not None and nbytes > limit for limit in limits)
-        message = f"each save gathers the whole model on rank 0: {format_si(nbytes)}"
-        if over:
-            message += f", more than {' or '.join(format_si(x) for x in limits if x is not None and nbytes > x)}"
+        host, card = view.subject.host_mem_bytes, view.subject.mem_bytes
+        over = host is not None and nbytes > host
+        message = f"each save gathers the whole model, module by module, into rank 0's host memory: {format_si(nbytes)}"
+        if host is not None and over:
+            message += f", more than {format_si(host)}"
+        elif card is not None and nbytes > card:
+            message += f"; code that gathers it on a GPU of {format_si(card)} runs out of memory there"
         fix = "write false and convert the checkpoint afterwards" if over else ""
         yield view.find("gather-on-save", "warning" if over else "note", path, message, fix, nbytes=nbytes)
 
 
 def fits(view: View) -> Iterator[Finding]:
     """Whether the model states alone fit, before any activation."""
+    return states_fit(view, costs(view))
+
+
+def states_fit(view: View, found: Iterable[Cost]) -> Iterator[Finding]:
+    """The same for costs that are known already."""
     s = view.subject
-    for cost in costs(view):
+    for cost in found:
         limit = s.mem_bytes if cost.tier == "GPU" else s.host_mem_bytes
         if limit is None or cost.name not in ("model states", "offloaded states", "gathered model on each save"):
             continue
@@ -59,7 +66,7 @@ def _way_out(view: View) -> str:
         nbytes = TEXTBOOK[stage].of(s.num_params, s.gpus)
         if nbytes <= s.mem_bytes:
             return f"stage {stage} needs {format_si(nbytes)}"
-    least = -(-16 * s.num_params // s.mem_bytes)
+    least = least_ranks(s.num_params, s.mem_bytes)
     return f"stage 3 needs at least {least} such GPUs, or offload"
 
 
@@ -100,4 +107,28 @@ def weights_dtype(view: View) -> Iterator[Finding]:
         yield view.find("fp16-on-bf16-model", "warning", ("fp16", "enabled"), message, "use bf16 where the GPU has it")
 
 
-RULES = (gather_on_save, fits, lower_stage, experts, weights_dtype)
+def batch_norm(view: View) -> Iterator[Finding]:
+    """Running statistics kept in 16 bits drift: an update of a hundredth of a value is often below its last bit."""
+    half = [name for name in ("fp16", "bf16") if view.enabled(name)]
+    if view.subject.batch_norm and half:
+        digits = {"fp16": "3 digits", "bf16": "2 digits"}[half[0]]
+        message = f"`{view.subject.model}` has BatchNorm layers: DeepSpeed casts their running statistics to {half[0]}"
+        message += f", which has {digits}, so they drift"
+        fix = "keep them in fp32 (model.apply on nn.BatchNorm*, .float()), or use GroupNorm or frozen statistics"
+        yield view.find("batch-norm-in-half", "warning", (half[0], "enabled"), message, fix)
+
+
+def activations(view: View) -> Iterator[Finding]:
+    """What no number of GPUs splits: checkpointed inputs and logits of one rank's tokens."""
+    s = view.subject
+    nbytes = sum(c.nbytes for c in costs(view) if c.name in PER_RANK_ACTIVATIONS)
+    if s.mem_bytes is not None and nbytes > s.mem_bytes:
+        message = (
+            f"block inputs and logits of {s.seq:,} tokens take {format_si(nbytes)}, "
+            f"more than {format_si(s.mem_bytes)}, on any number of GPUs"
+        )
+        fix = "a smaller micro-batch, chunked or fused cross-entropy, offloaded checkpoints, or context parallelism"
+        yield view.find("activations-do-not-fit", "warning", (), message, fix, nbytes=nbytes)
+
+
+RULES = (gather_on_save, fits, lower_stage, experts, weights_dtype, batch_norm, activations)

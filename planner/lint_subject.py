@@ -19,7 +19,7 @@ def make_subject(given: Mapping[str, Any], environment: Mapping[str, str] | None
     ----------
     given
         By name: consumer, deepspeed (a release), gpus, nodes, mem, gpu, host_mem, model, params, trainable,
-        largest_tensor, micro_batch, was_batch, was_gpus. None leaves one unsaid.
+        largest_tensor, micro_batch, seq, was_batch, was_gpus. None leaves one unsaid.
     environment
         Variables to look through; this process's own where left out.
     """
@@ -28,7 +28,7 @@ def make_subject(given: Mapping[str, Any], environment: Mapping[str, str] | None
     if consumer not in CONSUMERS:
         near = did_you_mean(str(consumer), CONSUMERS)
         raise ZplanError(f"`--for {consumer}` is unknown", near or f"use one of {', '.join(CONSUMERS)}")
-    for name in ("gpus", "nodes", "micro_batch", "was_batch", "was_gpus"):
+    for name in ("gpus", "nodes", "micro_batch", "seq", "was_batch", "was_gpus"):
         if name in given and given[name] < 1:
             option = "--" + name.replace("_", "-")
             raise ZplanError(f"`{option} {given[name]}` is below 1", f"give {option} 1 or more")
@@ -47,6 +47,7 @@ def make_subject(given: Mapping[str, Any], environment: Mapping[str, str] | None
         host_mem_bytes=parse_bytes(given["host_mem"], "--host-mem") if "host_mem" in given else None,
         trainable=parse_count(given["trainable"], "--trainable") if "trainable" in given else None,
         micro_batch=given.get("micro_batch"),
+        seq=given.get("seq"),
         was_batch=given.get("was_batch"),
         was_gpus=given.get("was_gpus"),
         environment=os.environ if environment is None else environment,
@@ -83,17 +84,29 @@ def _model_facts(name: str) -> dict[str, Any]:
     if config is not None:
         row = next(r for r in read_index() if r.name == preset.lower())
         return {**_config_facts(name, config), "num_params": row.num_params, "hidden": row.hidden}
+    path = os.path.join(name, "config.json") if os.path.isdir(name) else name
+    facts: dict[str, Any] = {}
+    if os.path.isfile(path):
+        from zplan.planner.reading import read_json
+
+        facts = _config_facts(name, read_json(path))
+        if facts["batch_norm"]:
+            return facts  # Families with BatchNorm are none that zplan plans; the rules need no more than this.
     from zplan.planner.sources import model_from
 
     found = model_from(name, None)
     largest = max(p.numel for p in found.spec.params())
-    facts = {"model": name, "num_params": found.num_params, "hidden": found.arch.hidden, "largest_tensor": largest}
-    path = os.path.join(name, "config.json") if os.path.isdir(name) else name
-    if os.path.isfile(path):
-        from zplan.planner.reading import read_json
+    arch = found.arch
+    own = {"num_params": found.num_params, "hidden": arch.hidden, "largest_tensor": largest, "layers": arch.layers}
+    return {**facts, "model": name, "vocab": arch.vocab, **own}
 
-        facts = {**_config_facts(name, read_json(path)), **facts}
-    return facts
+
+BATCH_NORM = frozenset(
+    "align cvt efficientnet fastspeech2_conformer granite_speech groupvit hgnet_v2 lasr levit mobilenet_v1 "
+    "mobilenet_v2 mobilevit mobilevitv2 parakeet patchtst regnet resnet rt_detr rt_detr_v2 seamless_m4t speecht5 "
+    "superglue swiftformer textnet wav2vec2_conformer".split()
+)
+"""Model types of transformers that build BatchNorm layers by default, heads for one task apart."""
 
 
 def _config_facts(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,8 +114,13 @@ def _config_facts(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     assert isinstance(inner, Mapping)
     experts = next((inner[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if inner.get(k)), 0)
     dtype = config.get("torch_dtype") or config.get("dtype") or ""
-    facts = {"model": name, "model_type": config.get("model_type", ""), "experts": experts, "dtype": str(dtype)}
+    kind = str(config.get("model_type", ""))
+    facts = {"model": name, "model_type": kind, "experts": experts, "dtype": str(dtype)}
+    facts["batch_norm"] = kind in BATCH_NORM
     vocab, hidden = inner.get("vocab_size"), inner.get("hidden_size")
+    layers = next((inner[k] for k in ("num_hidden_layers", "n_layer", "num_layers") if k in inner), None)
+    facts["vocab"] = vocab if isinstance(vocab, int) else None
+    facts["layers"] = layers if isinstance(layers, int) else None
     if isinstance(vocab, int) and isinstance(hidden, int):
         ffn = inner.get("intermediate_size")
         facts["largest_tensor"] = hidden * max(vocab, ffn if isinstance(ffn, int) else 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 Family = Literal["llama", "gpt2"]
@@ -45,6 +46,8 @@ class Unit:
     """Bytes of one element where they keep a dtype of their own (frozen integers); None for the compute dtype."""
     constant_bytes: int = 0
     """Of what a quantizer keeps beside its integers: scales and code tables."""
+    quantized: bool = False
+    """Frozen in 4 bits (`planner/adapters.py`); shapes stay those of the whole weights."""
     guest: bool = False
     """An embedding or a head whose weight is known to be read in its own module's forward alone, so that it may borrow
     a slot of the blocks' ring."""
@@ -52,6 +55,11 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(p.numel for p in self.params)
+
+    @property
+    def base_name(self) -> str:
+        """Of the module: frozen parameters of `blocks.0` are the unit `blocks.0:frozen`."""
+        return self.name.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,23 @@ class Architecture:
         return int(dict(self.traits).get(name, 0))
 
 
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""What follows a module's name in the names of its adapter's two parameters."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters beside a frozen base (Hu et al. 2021, LoRA)."""
+
+    rank: int
+    targets: tuple[str, ...]
+    """Modules within a block that have one, in order."""
+    embeddings: bool = False
+    """Embedding and head are trained in full beside them."""
+    quantized: bool = False
+    """The frozen linear maps of the blocks are 4 bits wide (Dettmers et al. 2023, QLoRA)."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model: a name, its shape where one is known, and its units in forward order."""
@@ -97,11 +122,18 @@ class ModelSpec:
     name: str
     units: tuple[Unit, ...]
     arch: Architecture | None = None
+    adapters: Adapters | None = None
+    """What is trained instead of the model itself; its units say the same by their `frozen`."""
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Unique parameters: a tied head is counted once."""
         return sum(u.numel for u in self.units)
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that have gradients and optimizer states."""
+        return sum(u.numel for u in self.units if not u.frozen)
 
     @property
     def num_active(self) -> int | None:
@@ -125,6 +157,11 @@ def architecture_values(a: Architecture) -> dict[str, Any]:
     """An architecture as JSON values."""
     values = {**asdict(a), "rope_scaling": dict(a.rope_scaling), "traits": dict(a.traits)}
     return {k: v for k, v in values.items() if not a.runnable or k not in ESTIMATE_ONLY}
+
+
+def adapter_values(a: Adapters | None) -> dict[str, Any] | None:
+    """Adapters as JSON values; None where there are none."""
+    return None if a is None else {**asdict(a), "targets": list(a.targets)}
 
 
 def decoder_units(a: Architecture) -> tuple[Unit, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zplan.planner.config import Choice
 from zplan.planner.hardware import Hardware
-from zplan.planner.ledger import Line, Source
+from zplan.planner.ledger import Line, Source, Tier
 from zplan.planner.units import MIB
 
 
@@ -26,11 +26,32 @@ class Constant:
     count: int = 1
     distributed: bool = False
     """Only there with more than one rank."""
+    between: tuple[int, int] | None = None
+    """Bounds in MiB; None where it is as exact as its source is."""
+    tier: Tier = "device"
+
+    def line(self, span: tuple[int, int]) -> Line:
+        low, high = (None, None) if self.between is None else (mib * MIB for mib in self.between)
+        spans = (span,) * self.count
+        return Line(self.id, self.mib * MIB, spans, "overhead", self.tier, self.source, self.note, low, high)
 
 
 _ON_H200 = "H200, torch 2.11, driver 580, 2026-11"
 _ROUNDING = Constant(
-    "alloc.rounding", 32, "allocator blocks beyond what was asked for; 19 MiB on 62 GiB in a 7B run on H200", "estimate"
+    "alloc.rounding",
+    32,
+    "blocks that the allocator holds beyond what was asked for: 0.3 GiB on 59 of a 7B run on two H200s",
+    "estimate",
+    between=(0, 320),
+)
+
+_PROCESS = Constant(
+    "host.process",
+    1700,
+    "Python, torch and CUDA of one rank without tensors: 1,588 to 1,976 MiB resident in DDP and FSDP2 on H200",
+    "estimate",
+    between=(1024, 2048),
+    tier="host",
 )
 
 MEASURED: dict[str, tuple[Constant, ...]] = {
@@ -43,25 +64,50 @@ MEASURED: dict[str, tuple[Constant, ...]] = {
         ),
         Constant(
             "overhead.nccl2",
-            512,
-            "second communicator: published values are 0.5 to 0.65 GiB",
-            "estimate",
+            556,
+            f"second communicator: what one without traffic takes ({_ON_H200}); published are 0.5 to 0.65 GiB",
             distributed=True,
+            between=(512, 666),
         ),
-        Constant("overhead.cublas", 32, f"cuBLAS workspace, one per thread that multiplies ({_ON_H200})", count=2),
+        Constant(
+            "overhead.cublas",
+            32,
+            f"cuBLAS workspace, one per thread that multiplies ({_ON_H200})",
+            count=2,
+            between=(32, 32),
+        ),
         _ROUNDING,
+        _PROCESS,
     ),
 }
 """By name in the GPU table."""
 
 _NOT_MEASURED = "not measured on this card"
 ESTIMATED: tuple[Constant, ...] = (
-    Constant("overhead.driver", 512, f"in use before any context; {_NOT_MEASURED}", "estimate"),
-    Constant("overhead.context", 512, f"CUDA context and loaded kernels, 0.3 to 0.9 GiB; {_NOT_MEASURED}", "estimate"),
     Constant(
-        "overhead.nccl", 1024, f"two communicators, 0.5 to 0.65 GiB each; {_NOT_MEASURED}", "estimate", distributed=True
+        "overhead.driver",
+        512,
+        f"in use before any context; {_NOT_MEASURED}, 526 MiB on an H200",
+        "estimate",
+        between=(320, 600),
+    ),
+    Constant(
+        "overhead.context",
+        512,
+        f"CUDA context and loaded kernels; {_NOT_MEASURED}, 242 MiB on an H200, 0.47 GiB published for an A100",
+        "estimate",
+        between=(242, 768),
+    ),
+    Constant(
+        "overhead.nccl",
+        1024,
+        f"two communicators; {_NOT_MEASURED}, 1.36 GiB on two H200s, published are 0.5 to 0.65 GiB each",
+        "estimate",
+        distributed=True,
+        between=(768, 1396),
     ),
     _ROUNDING,
+    _PROCESS,
 )
 
 _LARGE_WORKSPACE = ("9.", "10.", "12.")
@@ -94,7 +140,9 @@ def constants(hardware: Hardware) -> tuple[Constant, ...]:
         return MEASURED[hardware.gpu]
     mib = -(-workspace_bytes(hardware.compute_capability or "") // MIB)
     note = f"cuBLAS workspace, torch's default; {_NOT_MEASURED}"
-    return (*ESTIMATED, Constant(CUBLAS, mib, note, "estimate", count=2))
+    # The default follows from the card's generation; where that is not known it may be the smaller one.
+    between = (mib, mib) if hardware.compute_capability else (9, mib)
+    return (*ESTIMATED, Constant(CUBLAS, mib, note, "estimate", count=2, between=between))
 
 
 def overhead_lines(hardware: Hardware, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
@@ -112,8 +160,4 @@ def overhead_lines(hardware: Hardware, choice: Choice, phases: Sequence[str]) ->
     if choice.device == "cpu":
         return ()
     always = (0, len(phases) - 1)
-    return tuple(
-        Line(c.id, c.mib * MIB, (always,) * c.count, "overhead", source=c.source, note=c.note)
-        for c in constants(hardware)
-        if choice.world_size > 1 or not c.distributed
-    )
+    return tuple(c.line(always) for c in constants(hardware) if choice.world_size > 1 or not c.distributed)

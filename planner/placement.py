@@ -17,7 +17,7 @@ costs less than the flat buffers that it saves.
 [Note: frozen] Frozen parameters are units of their own beside the trainable ones of the same module: no master, no
 moments, no gradient. A ringed one is cast from a shard in its own dtype (the compute dtype), so at stage 3 a frozen
 base costs 2P/N in bf16. A resident one (stages 0 to 2, embedding, head, integers) is whole on every rank and never
-gathered again.
+gathered again. Weights of 4 bits are resident everywhere, like integers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
 from zplan.planner.models import ModelSpec, Unit
 from zplan.planner.optimizers import kind_of
+
+NF4_CLASS = "nf4"
+"""Size class of weights of 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,11 @@ class Placement:
         return not self.frozen or self.ringed
 
     def buffer_bytes(self, choice: Choice) -> int:
-        """Of the whole unit as compute reads it."""
+        """Of the whole unit as compute reads it; of a quantized one as it is kept."""
+        if self.unit.quantized:
+            from zplan.planner.adapters import nf4_bytes
+
+            return sum(nf4_bytes(p.numel) for p in self.unit.params)
         return self.layout.padded_numel * (self.unit.itemsize or choice.itemsize)
 
     @property
@@ -86,7 +93,9 @@ def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     """Placement of every unit that has parameters, in forward order."""
     # A search asks for many choices that differ only in what moves no parameter.
     same = replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa")
-    return _place(spec, replace(same, cross_entropy="plain", kernels="torch"))
+    same = replace(same, cross_entropy="plain", kernels="torch", checkpoint_every=1, checkpoint_offload=False)
+    same = replace(same, padded=False)
+    return _place(spec, same)
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +107,9 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
     """As `place`, for units of any module; `tied` names units that other units read from."""
     layouts = _lay_out_all(units, choice)
     names = _size_classes(units, layouts)
-    rings = _rings(units, layouts, names, choice, tied) if choice.sharded else {}
+    # Parameters that lie off the device come through a ring, on one rank too.
+    fetched = choice.runtime == "zplan" and choice.stage == 3 and choice.offload.params != "none"
+    rings = _rings(units, layouts, names, choice, tied) if choice.sharded or fetched else {}
     numel: dict[str, int] = {}
     for u, lay in zip(units, layouts, strict=True):
         if u.name in rings:
@@ -115,6 +126,11 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
     return tuple(out)
 
 
+def _compute_dtype(u: Unit) -> bool:
+    """Whether a unit is kept in the dtype of compute: not integers, and not 4 bits."""
+    return u.itemsize is None and not u.quantized
+
+
 def _rings(
     units: Sequence[Unit], layouts: Sequence[UnitLayout], names: Sequence[str], choice: Choice, tied: frozenset[str]
 ) -> dict[str, str]:
@@ -123,7 +139,8 @@ def _rings(
     rings = {
         u.name: name
         for u, name in zip(units, names, strict=True)
-        if u.kind == "block" and u.name not in tied and u.itemsize is None and count[name] > choice.ring_slots
+        if u.kind == "block" and u.name not in tied and _compute_dtype(u) and count[name] > choice.ring_slots
+        if u.numel >= choice.persist_numel
     }
     sizes = {
         name: lay.padded_numel
@@ -133,7 +150,7 @@ def _rings(
     guests = [
         (u.name, lay.padded_numel)
         for u, lay in zip(units, layouts, strict=True)
-        if u.guest and u.params and not u.frozen and u.name not in tied
+        if u.guest and u.params and not u.frozen and u.name not in tied and u.numel >= choice.persist_numel
     ]
     if not sizes or not guests:
         return rings
@@ -167,6 +184,9 @@ def _size_classes(units: Sequence[Unit], layouts: Sequence[UnitLayout]) -> list[
     for u, lay in zip(units, layouts, strict=True):
         if u.kind != "block":
             out.append(u.name)
+            continue
+        if u.quantized:
+            out.append(NF4_CLASS)
             continue
         size = (lay.padded_numel, lay.numel, u.itemsize)
         known = sizes[u.frozen]

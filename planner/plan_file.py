@@ -12,7 +12,7 @@ from zplan.planner.dsconfig import EXTRAS, TrainingConfig, to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Ledger, Line
-from zplan.planner.models import ModelSpec, architecture_values
+from zplan.planner.models import ModelSpec, adapter_values, architecture_values
 from zplan.planner.reading import read_json
 from zplan.planner.verdict import Decision
 from zplan.planner.writing import render, write_files
@@ -47,12 +47,20 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.hardware.mem_bytes
+        """Whether the upper end of the peak's interval does."""
+        return self.ledger.interval()[1] <= self.hardware.mem_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Of one GPU, overheads included."""
         return self.ledger.peak_bytes()
+
+    @property
+    def estimate_only(self) -> tuple[str, ...]:
+        """What `zplan run` refuses of it, and why; empty for a plan that it runs."""
+        from zplan.planner.runnable import limits
+
+        return tuple(limit.told() for limit in limits(self.choice, self.spec))
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -71,11 +79,13 @@ class Plan:
         """The `zplan plan` command that asks for the same with some arguments changed; None drops one."""
         import shlex
 
+        from zplan.planner.request import flag_of
+
         words = ["zplan", "plan"]
         for name, value in {**self.asked, **changes}.items():
             if value is None or isinstance(value, Mapping):
                 continue
-            words.append("--" + name.replace("_", "-"))
+            words.append(flag_of(name))
             words += [] if value is True else [str(value)]
         return shlex.join(words)
 
@@ -94,12 +104,14 @@ def _document(plan: Plan) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "zplan_version": plan.zplan_version,
         "asked": dict(plan.asked),
+        "estimate_only": list(plan.estimate_only),
         "chosen": [asdict(d) for d in plan.decisions],
         "model": {
             "name": plan.spec.name,
             "source": plan.source,
             "num_params": plan.spec.num_params,
             "architecture": architecture_values(plan.spec.arch),
+            "adapters": adapter_values(plan.spec.adapters),
         },
         "hardware": {**asdict(plan.hardware), "notes": list(plan.hardware.notes)},
         "config": plan.ds_config(),

@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 from typing import Any, get_args
 
 from zplan.planner.config import Choice, Device
-from zplan.planner.dsconfig import EXTRAS, TrainingConfig, from_mapping
+from zplan.planner.dsconfig import EXTRAS, FREE, TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line, Source, Tier
-from zplan.planner.models import ESTIMATE_ONLY, Architecture, Family, ModelSpec
+from zplan.planner.models import ESTIMATE_ONLY, Adapters, Architecture, Family, ModelSpec
 from zplan.planner.plan_file import SCHEMA_VERSION, Plan, version
 from zplan.planner.predict import predict
 from zplan.planner.reading import (
@@ -29,7 +29,7 @@ from zplan.planner.sources import build_spec
 from zplan.planner.verdict import Decision
 
 _TOP = (
-    *("schema_version", "zplan_version", "asked", "chosen", "model", "hardware", "config", "settings"),
+    *("schema_version", "zplan_version", "asked", "estimate_only", "chosen", "model", "hardware", "config", "settings"),
     *("zplan", "ledger", "notes"),
 )
 
@@ -65,6 +65,10 @@ def parse_plan(document: Mapping[str, Any], source: str) -> Plan:
         zplan_version=want_str("zplan_version", where, made_by),
     )
     _check_ledger(plan, document["ledger"], where)
+    if _strings("estimate_only", where, document["estimate_only"]) != plan.estimate_only:
+        raise ZplanError(
+            f"`estimate_only` of {where} is not what this zplan can't run of it", f"plan again: {plan.command()}"
+        )
     return plan
 
 
@@ -81,7 +85,7 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 
 def _read_model(block: dict[str, Any], where: str) -> tuple[ModelSpec, str]:
-    _whole(block, ("name", "source", "num_params", "architecture"), where)
+    _whole(block, ("name", "source", "num_params", "architecture", "adapters"), where)
     inner = f"`architecture` of {where}"
     values = want_object("architecture", where, block["architecture"])
     _whole(values, tuple(n for n in _names(Architecture) if n not in ESTIMATE_ONLY), inner)
@@ -101,12 +105,29 @@ def _read_model(block: dict[str, Any], where: str) -> tuple[ModelSpec, str]:
         window=_optional_int("window", inner, values["window"]),
     )
     spec = build_spec(want_str("name", where, block["name"]), arch, where)
+    if block["adapters"] is not None:
+        spec = _read_adapters(spec, want_object("adapters", where, block["adapters"]), f"`adapters` of {where}")
     if spec.num_params != block["num_params"]:
         raise ZplanError(
             f"{where} says {block['num_params']} parameters, but its architecture has {spec.num_params}",
             "the file was changed by hand: plan again",
         )
     return spec, want_str("source", where, block["source"])
+
+
+def _read_adapters(spec: ModelSpec, block: dict[str, Any], where: str) -> ModelSpec:
+    from zplan.planner.adapters import adapt, linear_modules
+
+    _whole(block, _names(Adapters), where)
+    known = linear_modules(spec)
+    targets = tuple(want_one_of("targets", where, x, known) for x in want_list("targets", where, block["targets"]))
+    adapters = Adapters(
+        want_int("rank", where, block["rank"]),
+        targets,
+        want_bool("embeddings", where, block["embeddings"]),
+        want_bool("quantized", where, block["quantized"]),
+    )
+    return adapt(spec, adapters)
 
 
 def _one_of(name: str, where: str, value: object, literal: Any) -> Any:
@@ -130,6 +151,7 @@ def _read_hardware(block: dict[str, Any], where: str) -> Hardware:
         mem_bytes=want_int("mem_bytes", where, block["mem_bytes"]),
         gpu=None if block["gpu"] is None else want_str("gpu", where, block["gpu"]),
         host_mem_bytes=_optional_int("host_mem_bytes", where, block["host_mem_bytes"]),
+        nvme_bytes=_optional_int("nvme_bytes", where, block["nvme_bytes"]),
         compute_capability=want_str("compute_capability", where, block["compute_capability"]),
         notes=_strings("notes", where, block["notes"]),
     )
@@ -145,8 +167,11 @@ def _read_config(
     training = from_mapping(config, world_size=world_size, source=f"config of {source}")
     shared = {n for n in _names(Choice)} & {n for n in _names(TrainingConfig)}
     choice = Choice(**{n: getattr(training, n) for n in shared}, device=device)
-    # The keys that only DeepSpeed reads were written by zplan itself; they need no note.
-    return replace(training, given=frozenset(), notes=()), choice
+    # The keys that only DeepSpeed reads were written by zplan itself; they need no note. Nor was anything asked for but
+    # the settings: where no size to gather ahead was, the file names DeepSpeed's nearest to zplan's one unit.
+    given = frozenset(_strings("settings", where, document["settings"])) & frozenset(FREE)
+    ahead = training.prefetch_numel if "prefetch_numel" in given else None
+    return replace(training, given=given, notes=(), prefetch_numel=ahead), choice
 
 
 def _read_decision(value: Any, where: str) -> Decision:
@@ -188,6 +213,8 @@ def _read_line(block: dict[str, Any], where: str, num_phases: int) -> Line:
         tier=_one_of("tier", where, block["tier"], Tier),
         source=_one_of("source", where, block["source"], Source),
         note=want_str("note", where, block["note"]),
+        low=None if block["low"] is None else want_int("low", where, block["low"], least=0),
+        high=None if block["high"] is None else want_int("high", where, block["high"], least=0),
     )
 
 

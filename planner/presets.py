@@ -9,8 +9,7 @@ from typing import Any
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.reading import parse_json, read_text
 
-DATA = os.path.join(os.path.dirname(__file__), "data")
-MODELS = os.path.join(DATA, "models")
+MODELS = os.path.join(os.path.dirname(__file__), "data", "models")
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def kind_of(value: object) -> str:
     if isinstance(value, str):
         return f'the string "{value}"' if len(value) <= 40 else "a string"
     if isinstance(value, (int, float)):
-        return f"the number {value!r}"
+        return f"the number {value!r}" if finite(value) else "a number beyond all sizes"
     return "a list" if isinstance(value, (list, tuple)) else "an object" if isinstance(value, Mapping) else repr(value)
 
 
@@ -138,9 +138,23 @@ def want_int(name: str, where: str, value: object, *, least: int = 1) -> int:
     return int(value)
 
 
+def finite(value: float) -> bool:
+    """Whether a number is finite as a float; whole numbers beyond every float are not.
+
+    Examples
+    --------
+    >>> finite(10**300), finite(10**400), finite(float("nan"))
+    (True, False, False)
+    """
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def want_number(name: str, where: str, value: object, *, least: float = 0.0) -> float:
     """A finite number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not finite(value) or value < least:
         raise refuse_type(name, where, value, f"a number of at least {least:g}")
     return float(value)
 

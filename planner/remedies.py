@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from zplan.planner.batch import divisors
-from zplan.planner.config import Choice
+from zplan.planner.config import Choice, Offload, Place
+from zplan.planner.interval import Margin
 from zplan.planner.search import Row, Search
-from zplan.planner.units import format_gib
+from zplan.planner.tiers import Memory, TierUse
+from zplan.planner.units import GIB, format_gib
 
 MOST_GPUS = 4096
 
@@ -22,34 +25,121 @@ class Remedy:
     """What to add to the command, or to change in it."""
     peak_bytes: int
     spare_bytes: int
+    estimate_only: bool = False
+    """Counted, but nothing that zplan's runtime can run."""
+    saved_bytes: int = 0
+    """Of the peak, beside the row that does not fit."""
+    longer: float | None = None
+    """GPU time of a token over that of the row that does not fit, less one; None where it can't be told."""
 
 
 def remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
-    """Changes to a row that make it fit; where no single one does, changes to its leanest form."""
+    """Changes to a row that make it fit, the cheapest in time first; where no single one does, to its leanest form."""
     c = row.choice
     found = tuple(_changes(search, c, ""))
     lean = replace(c, stage=3 if c.world_size > 1 else c.stage, checkpointing="full")
+    base = row
     if not found and lean != c:
         words = "stage 3 and full checkpointing" if c.world_size > 1 else "full checkpointing"
         option = "--stage 3 --checkpointing full" if c.world_size > 1 else "--checkpointing full"
-        row = search.row(lean)
-        both = (Remedy(words, option, row.peak_bytes, row.spare_bytes),) if row.fits else ()
-        found = (*both, *_changes(search, lean, f"{option} "))
-    card = _larger_card(row)
-    return (*found, card) if card else found
+        base = search.row(lean)
+        both = (_remedy(search, c, words, option, base),) if base.fits else ()
+        found = (*both, *_changes(search, lean, f"{option} ", c))
+    found = tuple(sorted(found, key=lambda r: 0.0 if r.longer is None else round(r.longer, 3)))
+    if base.spare_bytes >= 0:
+        beside = tuple(_larger_node(base))
+    else:
+        card = _larger_card(base.peak_bytes, base.high_bytes, base, search.request.margin)
+        beside = (card,) if card and base.off_device.fits else ()
+    told = (*found, *beside, *_offloads(search, c, lean))
+    return tuple(replace(r, saved_bytes=row.peak_bytes - r.peak_bytes) for r in told)
 
 
-def _changes(search: Search, choice: Choice, prefix: str) -> Iterator[Remedy]:
+def _remedy(search: Search, c: Choice, what: str, option: str, row: Row, *, estimate_only: bool = False) -> Remedy:
+    """A change from a choice `c` to a row that fits, with the time it costs a token and rank."""
+    before, after = search.time(c), search.time(row.choice)
+    longer = None
+    if before is not None and after is not None:
+        spent = after.total * row.choice.world_size / after.tokens
+        longer = spent / (before.total * c.world_size / before.tokens) - 1
+    return Remedy(what, option, row.peak_bytes, row.spare_bytes, estimate_only, longer=longer)
+
+
+def _offloads(search: Search, c: Choice, lean: Choice) -> Iterator[Remedy]:
+    """The first offload that makes it fit, as it is or in its leanest form; never one that zplan could run."""
+    if c.runtime != "zplan" or c.offload.optimizer != "none" or c.device == "cpu":
+        return
+    fixed = search.request.get("stage")
+    places: tuple[Place, ...] = ("cpu", "nvme")
+    for place, params in product(places, (False, True)):
+        if params and fixed not in (None, 3):
+            continue
+        offload = Offload(place, place if params else "none")
+        for base in (c, lean) if lean != c else (c,):
+            row = search.row(replace(base, stage=3 if params else base.stage, offload=offload))
+            if row.fits:
+                where = {"cpu": "host memory", "nvme": "NVMe"}[place]
+                what = f"optimizer{' and parameters' if params else ''} in {where}"
+                option = f"--offload {place}{f' --offload-params {place}' if params else ''}"
+                option += " --checkpointing full" if base.checkpointing != c.checkpointing else ""
+                option += f" --stage {base.stage}" if base.stage != c.stage and not params else ""
+                yield _remedy(search, c, what, option, row, estimate_only=True)
+                return
+
+
+def leanest(search: Search, row: Row) -> Row | None:
+    """The least that a rank can hold of a row's model and sequence: stage 3, all offloaded, one sequence a micro-step.
+
+    None where the row is no choice of zplan's runtime on GPUs.
+    """
+    c = row.choice
+    if c.runtime != "zplan" or c.device == "cpu":
+        return None
+    return search.row(replace(c, stage=3, micro_batch=1, checkpointing="full", offload=Offload("cpu", "cpu")))
+
+
+def larger(row: Row, uses: Sequence[TierUse], margin: Margin) -> tuple[Remedy, ...]:
+    """Hardware that holds a row whose steps fit, where something that is done beside them does not."""
+    found: list[Remedy | None] = []
+    for use in uses:
+        if not use.over_bytes:
+            continue
+        if use.tier == "device":
+            found.append(_larger_card(use.nbytes, use.high_bytes, row, margin))
+        else:
+            found.append(_node(use.tier, use.per_node_bytes, row))
+    return tuple(r for r in found if r is not None)
+
+
+def _larger_node(row: Row) -> Iterator[Remedy]:
+    """Nodes with as much host memory and disk as a row takes."""
+    off = row.off_device
+    if off.host_over:
+        yield _node("host", off.host_bytes * off.ranks, row)
+    if off.nvme_over:
+        yield _node("nvme", off.nvme_bytes * off.ranks, row)
+
+
+def _node(memory: Memory, nbytes: int, row: Row) -> Remedy:
+    size = -(-nbytes // GIB)
+    name, option = ("NVMe", "--nvme") if memory == "nvme" else ("host memory", "--host-mem")
+    return Remedy(f"{size} GiB of {name} a node", f"{option} {size}", row.peak_bytes, row.spare_bytes)
+
+
+def _changes(search: Search, choice: Choice, prefix: str, before: Choice | None = None) -> Iterator[Remedy]:
+    """Single changes to a choice; `before` is the one that their time is compared with."""
     for what, option, changed in _candidates(search, choice):
         row = search.row(changed)
         if row.fits:
-            yield Remedy(what, prefix + option, row.peak_bytes, row.spare_bytes)
+            yield _remedy(search, before or choice, what, prefix + option, row)
 
 
 def _candidates(search: Search, c: Choice) -> Iterator[tuple[str, str, Choice]]:
     """`(in words, option, choice)` of each change, the cheapest in time first."""
     if c.stage < 3 and c.world_size > 1:
         yield "stage 3", "--stage 3", replace(c, stage=3)
+    if c.saving == "background" and not search.row(c).off_device.fits:
+        yield "checkpoints in the foreground", "--saving foreground", replace(c, saving="foreground")
     if c.checkpointing == "none":
         yield "full checkpointing", "--checkpointing full", replace(c, checkpointing="full")
     smaller = _smaller_batch(search, c)
@@ -88,13 +178,16 @@ def _more_gpus(search: Search, c: Choice) -> Choice | None:
     return None
 
 
-def _larger_card(row: Row) -> Remedy | None:
-    """The smallest NVIDIA card of the table that holds the row as it is."""
+def _larger_card(peak_bytes: int, high_bytes: int, row: Row, margin: Margin) -> Remedy | None:
+    """The smallest NVIDIA card of the table that holds so much, at most `high_bytes`."""
     from zplan.planner.hardware import read_gpus
 
-    large = [g for g in read_gpus() if g.mem_reported and g.vendor == "NVIDIA" and g.mem_bytes >= row.peak_bytes]
+    def spare(mem_bytes: int) -> int:
+        return mem_bytes - margin.of(mem_bytes) - high_bytes
+
+    large = [g for g in read_gpus() if g.mem_reported and g.vendor == "NVIDIA" and spare(g.mem_bytes) >= 0]
     if not large or row.choice.device == "cpu":
         return None
     card = min(large, key=lambda g: g.mem_bytes)
     what = f"a card of {format_gib(card.mem_bytes)} GiB, such as {card.name}"
-    return Remedy(what, f'--gpu "{card.name}"', row.peak_bytes, card.mem_bytes - row.peak_bytes)
+    return Remedy(what, f'--gpu "{card.name}"', peak_bytes, spare(card.mem_bytes))

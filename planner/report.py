@@ -10,21 +10,23 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zplan.planner.comm import textbook_volume
+from zplan.planner.interval import told_range, told_spread
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK
 from zplan.planner.units import format_count, format_gb, format_gib, format_percent, format_small
 
 if TYPE_CHECKING:
     from zplan.planner.api import Estimate
-    from zplan.planner.ledger import Line
+    from zplan.planner.ledger import Kind, Ledger, Line
     from zplan.planner.plan_file import Plan
+    from zplan.planner.remedies import Remedy
     from zplan.planner.sources import Model
     from zplan.planner.verdict import Decision
 
 RULE_OF_THUMB = 60
 """Per cent of the card that habit gives to model states."""
 
-KINDS = ("states", "buffers", "activations", "overhead")
+KINDS: tuple[Kind, ...] = ("states", "buffers", "activations", "overhead")
 
 SMALL = 2**30 // 200
 """Bytes below which a line would show as 0.00 GiB; such lines are summed up."""
@@ -59,8 +61,15 @@ def report(e: Estimate, *, colour: bool = False) -> str:
     verdict = "\n".join(textwrap.wrap(e.verdict.text, WIDTH))
     if colour:
         verdict = f"\033[{GREEN if e.fits else RED}m{verdict}\033[0m"
-    parts = [[verdict], _question(e), _textbook(e), _runtime(e), _choice(e), _lines(e), _not_counted(e)]
+    head = [verdict, *estimate_only_rows(e.estimate_only)]
+    parts = [head, _question(e), _textbook(e), _runtime(e), _time(e), _choice(e), _lines(e)]
+    parts += [_tiers(e), *([_activities(e)] if e.activities else []), _not_counted(e)]
     return "\n\n".join("\n".join(p) for p in parts) + "\n"
+
+
+def estimate_only_rows(told: Sequence[str]) -> list[str]:
+    """What zplan's runtime can't do of an answer; nothing where it can do all."""
+    return textwrap.wrap(f"Estimate only, zplan can't run it: {'; '.join(told)}.", WIDTH) if told else []
 
 
 def _question(e: Estimate) -> list[str]:
@@ -80,12 +89,16 @@ def _question(e: Estimate) -> list[str]:
             f"Model     {m.spec.name}, {format_count(m.num_params)} parameters{_active(m)}, from {m.source}",
             f"          {a.family}: {shape}",
         ]
+    if m.spec.adapters:
+        trained, frozen = m.reckoned_params, format_gib(m.frozen_bytes(e.row.choice.itemsize))
+        out.append(f"          trained: {format_count(trained)} parameters; the frozen base takes {frozen} GiB whole")
     if m.missing_params:
         share = format_percent(m.missing_params, m.num_params)
-        out.append(f"          it has {m.spec.num_params:,}; the line states.remainder stands for the other {share}")
+        out.append(f"          it has {m.shape_params:,}; the line states.remainder stands for the other {share}")
     out.append(f"Machine   {e.hardware.told()}")
-    if e.hardware.host_mem_bytes:
-        out.append(f"Host      {format_gib(e.hardware.host_mem_bytes)} GiB a node; nothing of this plan lies there")
+    for name, nbytes in (("Host", e.hardware.host_mem_bytes), ("NVMe", e.hardware.nvme_bytes)):
+        if nbytes:
+            out.append(f"{name:9} {format_gib(nbytes)} GiB a node")
     return out
 
 
@@ -103,12 +116,14 @@ def _textbook(e: Estimate) -> list[str]:
         volume = f"{textbook_volume(stage, e.rows[stage].choice.accumulation)}P"
         share = f"{100 * nbytes / e.hardware.mem_bytes:.0f} %"
         rows.append([str(stage), rate.formula(), format_gb(nbytes), format_gib(nbytes), share, volume, format_gb(sent)])
+    beside = ", and the frozen base beside them, split at stage 3" if e.model.spec.adapters else ""
     by_habit = f"stage {below[0]}" if below else "no stage"
     computed = f"stage {e.row.choice.stage}" if e.row.fits else "no stage"
     lines = "All lines counted" if e.counted else "All lines but activations"
     rule = f"Rule of thumb, states at most {RULE_OF_THUMB} % of the card: {by_habit}"
     return [
-        f"Textbook: model states of one GPU (P = {format_count(e.model.num_params)}, N = {e.hardware.world_size})",
+        f"Textbook: model states of one GPU (P = {format_count(e.model.reckoned_params)}, "
+        f"N = {e.hardware.world_size}){beside}",
         *table(["stage", "formula", "GB", "GiB", "of card", "sends", "GB a step"], rows, "llrrrrr"),
         f"  {rule}. {lines}, below: {computed}.",
     ]
@@ -121,16 +136,16 @@ def _runtime(e: Estimate) -> list[str]:
         for r, t in zip(e.rows, e.traffic, strict=True)
     ]
     c = e.row.choice
-    head = ["stage", "checkpt", "batch", *KINDS, "peak", "of card", "sent GB", "fits", "peak phase"]
+    head = ["stage", "checkpt", "batch", *KINDS, "peak", "at most", "of card", "sent GB", "fits", "peak phase"]
     return [
         f"zplan's runtime: GiB of one GPU in its peak phase ({c.precision}, sequence {c.seq}; "
         "batch = micro-batch x accumulation)",
-        *table(head, rows, "lllrrrrrrrll"),
+        *table(head, rows, "lllrrrrrrrrll"),
     ]
 
 
 def _runtime_row(row: Row, sent: int, *, picked: bool, counted: bool) -> list[str]:
-    kinds = {kind: format_gib(n) for kind, n in row.ledger.kind_at_peak().items()}
+    kinds = {kind: format_gib(n) for kind, n in row.kinds.items()}
     if not counted:
         kinds["activations"] = "?"
     fits = f"yes, {format_gib(row.spare_bytes)} spare" if counted else f"open, {format_gib(row.spare_bytes)} left"
@@ -140,10 +155,34 @@ def _runtime_row(row: Row, sent: int, *, picked: bool, counted: bool) -> list[st
         f"{row.choice.micro_batch} x {row.choice.accumulation}",
         *(kinds.get(kind, format_gib(0)) for kind in KINDS),
         format_gib(row.peak_bytes),
+        format_gib(row.high_bytes),
         f"{100 * row.peak_bytes / row.capacity_bytes:.0f} %",
         format_gb(sent),
-        fits if row.fits else f"no, {format_gib(-row.spare_bytes)} over",
+        fits if row.fits else f"no, {_over(row)}",
         row.peak_phase,
+    ]
+
+
+def _over(row: Row) -> str:
+    off = row.off_device
+    if row.spare_bytes < 0:
+        return f"{format_gib(-row.spare_bytes)} over"
+    if off.host_over:
+        return f"host {format_gib(off.host_over * off.ranks)} over"
+    return f"NVMe {format_gib(off.nvme_over * off.ranks)} over"
+
+
+def _time(e: Estimate) -> list[str]:
+    """How long a step takes, by stage, and what sets it."""
+    if not e.timings:
+        return [f"Step time: none is told, as {e.untimed}; the lowest stage that fits moves least"]
+    from zplan.planner.timing import assumptions, timing_rows
+
+    head, *rows = timing_rows(e)
+    return [
+        "Step time of each row above, the exposed part of each bound, and its ratio to the same choice at other stages",
+        *table(head, rows, "l" + "r" * (len(head) - 1)),
+        *("  " + line for line in textwrap.wrap(assumptions(e), WIDTH)),
     ]
 
 
@@ -156,9 +195,23 @@ def _choice(e: Estimate) -> list[str]:
     for i, r in enumerate(e.remedies):
         lead = ("Would fit with" if e.counted else "Would leave room for activations with") if i == 0 else f"{'or':>14}"
         out.append(f"  {lead} {r.what}: {format_gib(r.spare_bytes)} GiB to spare ({r.option})")
-    if not e.row.fits and not e.remedies:
+        out[-1] += _price_of(r)
+        if r.estimate_only:
+            out[-1] += ", estimate only: zplan can't run it"
+    if not e.row.fits and not any(not r.estimate_only for r in e.remedies):
         out.append("  No change that zplan can run makes it fit.")
     return out
+
+
+def _price_of(r: Remedy) -> str:
+    """What a change saves at the peak, and what it costs: seconds of a step times GPUs, over its tokens."""
+    saved = f"saves {format_gib(r.saved_bytes)} GiB" if r.saved_bytes > 0 else ""
+    slower = (
+        ""
+        if r.longer is None
+        else f"{100 * abs(r.longer):.1f} % {'more' if r.longer >= 0 else 'less'} GPU time a token"
+    )
+    return "".join(f", {part}" for part in (saved, slower) if part)
 
 
 def decision_rows(decisions: Sequence[Decision]) -> Iterator[str]:
@@ -190,7 +243,21 @@ def _lines(e: Estimate) -> list[str]:
     return [
         f"Lines of stage {e.row.choice.stage} in its peak phase, {e.row.peak_phase}",
         *table(["line", "kind", "bytes", "GiB", "source"], rows, "llrrl"),
+        _interval(e.row),
     ]
+
+
+def _interval(row: Row) -> str:
+    """Between what the total lies, and what is kept free beyond that."""
+    low, high = row.low_bytes, row.high_bytes
+    if low == high:
+        text = "The total is exact: every line is allocated by zplan or follows from torch's own ops."
+    else:
+        spread = told_spread(low, row.peak_bytes, high)
+        text = f"The total is {told_range(low, high)} GiB ({spread}), by the sources of its lines. "
+        text += "It fits when the upper end does."
+    margin = f" Beyond that {format_gib(row.margin_bytes)} GiB stay free (--margin)." if row.margin_bytes else ""
+    return "  " + text + margin
 
 
 def _times(count: int, nbytes: int) -> str:
@@ -198,7 +265,47 @@ def _times(count: int, nbytes: int) -> str:
 
 
 def _source(line: Line) -> str:
-    return f"{line.source}: {line.note}" if line.note else line.source
+    low, high = line.bounds
+    between = f" {told_range(low, high)}" if low != high and line.source != "allocated" else ""
+    return f"{line.source}{between}: {line.note}" if line.note else f"{line.source}{between}"
+
+
+def _tiers(e: Estimate) -> list[str]:
+    """What each memory holds at its fullest, of a GPU and of a node."""
+    rows = []
+    for use in e.tiers:
+        whose = "a GPU" if use.tier == "device" else "a node"
+        limit = "" if use.limit_bytes is None else f"{format_gib(use.limit_bytes)} {whose}"
+        over = f"{format_gib(use.over_bytes)} over" if use.over_bytes else "yes" if limit else ""
+        cells = [format_gib(n) for n in (use.nbytes, use.high_bytes, use.per_node_bytes)]
+        rows.append([use.tier.replace("nvme", "NVMe"), *cells, limit, over, use.where])
+    ranks = e.hardware.gpus_per_node
+    return [
+        f"Memories at their fullest, GiB ({ranks} GPU{'s' * (ranks > 1)} a node)",
+        *table(["", "a GPU", "at most", "a node", "of", "fits", "where"], rows, "lrrrrll"),
+    ]
+
+
+def _activities(e: Estimate) -> list[str]:
+    """Beside the steps: what every other activity of a run holds."""
+    ledgers = [("step *", e.row.ledger, e.row.peak_phase, "", True)]
+    ledgers += [(a.name, a.ledger, a.phase, a.note, a.every_rank) for a in e.activities]
+    rows = []
+    for name, ledger, phase, note, every_rank in ledgers:
+        device, host = _sizes(ledger)
+        node = host * (e.hardware.gpus_per_node if every_rank else 1)
+        over = device > e.row.capacity_bytes - e.row.margin_bytes or node > (e.hardware.host_mem_bytes or node)
+        rows.append([name, format_gib(device), format_gib(host), "no" if over else "yes", phase, note])
+    return [
+        "Beside the steps: GiB of one GPU and of its rank on the host, at most",
+        *table(["", "device", "host", "fits", "phase", ""], rows, "lrrlll"),
+    ]
+
+
+def _sizes(ledger: Ledger) -> tuple[int, int]:
+    """Device and host at most, pinned memory included."""
+    host = max(a + b for a, b in zip(ledger.at_most("host"), ledger.at_most("pinned"), strict=True))
+    return ledger.interval()[1], host
 
 
 def _not_counted(e: Estimate) -> list[str]:
@@ -208,12 +315,15 @@ def _not_counted(e: Estimate) -> list[str]:
 def plan_report(plan: Plan, files: Sequence[str]) -> str:
     """What `zplan plan` prints: the choice, what it needs, and where it was written."""
     c = plan.choice
-    spare = format_gib(plan.hardware.mem_bytes - plan.peak_bytes)
+    low, high = plan.ledger.interval()
+    spare = format_gib(plan.hardware.mem_bytes - high)
+    between = f" ({told_range(low, high)})" if low != high else ""
     batch = f"micro-batch {c.micro_batch} x accumulation {c.accumulation} x {c.world_size} = {c.global_batch} sequences"
     out = [
         f"Stage {c.stage}, checkpointing {c.checkpointing}, {batch} of {c.seq} tokens",
-        f"Peak {format_gib(plan.peak_bytes)} GiB in phase {plan.ledger.peak_phase()}, {spare} GiB to spare "
+        f"Peak {format_gib(plan.peak_bytes)} GiB{between} in phase {plan.ledger.peak_phase()}, {spare} GiB to spare "
         f"({plan.hardware.told()})",
+        *estimate_only_rows(plan.estimate_only),
         "",
         *decision_rows((*plan.decisions, *_setting_rows(plan))),
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +14,16 @@ from zplan.planner.config import (
     CrossEntropy,
     Device,
     Kernels,
+    Offload,
+    Place,
     Precision,
     Reduce,
     Saving,
     Transport,
 )
+from zplan.planner.cost import Goal
 from zplan.planner.errors import ZplanError, did_you_mean
-from zplan.planner.optimizers import RUNNABLE
+from zplan.planner.interval import Margin, parse_margin
 from zplan.planner.units import parse_bytes, parse_count
 
 MOST = 10**9
@@ -27,6 +31,9 @@ MOST = 10**9
 
 MOST_ELEMENTS = 10**12
 """Largest reduce bucket; configs use absurdly large ones to say: all at once."""
+
+ELEMENTS = ("piece_numel", "persist_numel")
+"""Choices that count elements."""
 
 OPTION = {
     "stage": "--stage",
@@ -38,17 +45,45 @@ OPTION = {
     "checkpointing": "--checkpointing",
     "attention": "--attention",
     "device": "--device",
+    "optimizer": "--optimizer",
+    "reduce_dtype": "--reduce-dtype",
+    "checkpoint_every": "--checkpoint-every",
+    "checkpoint_offload": "--checkpoint-offload",
+    "padded": "--padded",
+    "offload": "--offload",
     "ring_slots": "`ring_slots`",
     "compile": "--compile",
     "reduce": "`reduce`",
     "transport": "`transport`",
-    "cross_entropy": "`cross_entropy`",
+    "cross_entropy": "--loss",
     "kernels": "`kernels`",
-    "saving": "`saving`",
+    "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
-    "optimizer": "--optimizer",
+    "persist_numel": "`stage3_param_persistence_threshold`",
 }
 """What fixes a choice, and what it is called."""
+
+
+def flag_of(name: str) -> str:
+    """The command-line option of an argument.
+
+    Examples
+    --------
+    >>> flag_of("cross_entropy"), flag_of("host_mem")
+    ('--loss', '--host-mem')
+    """
+    known = OPTION.get(name, "")
+    return known if known.startswith("--") else "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Adapters that were asked for, before the model is known."""
+
+    rank: int
+    targets: str
+    embeddings: bool = False
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,12 +100,24 @@ class Request:
     nodes: int = 1
     host_mem_bytes: int | None = None
     """Per node."""
+    nvme_bytes: int | None = None
+    """Per node."""
+    margin: Margin = Margin()
+    """What stays free beyond the interval."""
+    efficiency: float | None = None
+    """Share of the card's peak that matrix products reach; None for the usual."""
+    network: int | None = None
+    """Bytes a second that a node sends to others."""
+    goal: Goal = Goal()
+    """How much is to be trained, and what a GPU costs."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Choices that were made, by the names of `OPTION`."""
     fixed_by: Mapping[str, str] = field(default_factory=dict)
     """Who made them: `--stage`, or the config's name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Learning rate and the like, from a config."""
+    tuning: Tuning | None = None
+    """Train adapters instead of the model itself."""
     offline: bool = False
     asked: Mapping[str, Any] = field(default_factory=dict)
     """The arguments as they were given, without those left out; JSON values."""
@@ -82,7 +129,10 @@ class Request:
 
 
 ARGUMENTS = (
-    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "offload", "config", "offline"),
+    *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
+    *("efficiency", "network", "tokens", "epochs", "examples", "price"),
+    *("offload_params", "offload_ratio", "config", "offline"),
+    *("lora", "lora_targets", "lora_embeddings", "qlora"),
     *OPTION,
 )
 """Names that `make_request` knows."""
@@ -95,9 +145,12 @@ def make_request(given: Mapping[str, Any]) -> Request:
     ----------
     given
         Arguments by the names of `ARGUMENTS`; None leaves one open. `model` and `params` are what `sources.model_from`
-        takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU) and `host_mem` (per
-        node) are GiB when bare. `offload` and `optimizer` are refused by name unless built. `config` is a DeepSpeed
-        config, a path or a mapping, and fixes what it names. `offline` forbids the network. The rest fix a choice.
+        takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU), `host_mem` and `nvme`
+        (per node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
+        optimizer lies, `offload_params` where the parameters do, `offload_ratio` for which share of the elements.
+        `config` is a DeepSpeed config, a path or a mapping, and fixes what it names. `offline` forbids the network.
+        `efficiency` is a share, `network` in GB/s a node; `tokens`, or `epochs` of `examples`, say how much is trained,
+        and `price` what a GPU costs an hour. `lora` and its like are about adapters. The rest fix a choice.
     """
     given = {k: v for k, v in given.items() if v is not None and v is not False}
     for name in given:
@@ -105,9 +158,14 @@ def make_request(given: Mapping[str, Any]) -> Request:
             raise ZplanError(f"unknown argument `{name}`", did_you_mean(name, ARGUMENTS) or "see the documentation")
     given = {name: _of_type(name, value) for name, value in given.items()}
     _refuse_unbuilt(given)
-    fixed = {name: _check(name, given[name]) for name in OPTION if name in given}
+    fixed = {name: _check(name, given[name]) for name in OPTION if name in given and name != "offload"}
+    if {"offload", "offload_params", "offload_ratio"} & set(given):
+        fixed["offload"] = read_offload(given)
     fixed_by = {name: OPTION[name] for name in fixed}
+    if "offload" in fixed and fixed["offload"].params != "none" and "stage" not in fixed:
+        fixed["stage"], fixed_by["stage"] = 3, "--offload-params"
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
+    _settle_checkpointing(fixed, fixed_by)
     return Request(
         model=given.get("model"),
         params=parse_count(given["params"], "--params") if "params" in given else None,
@@ -116,12 +174,56 @@ def make_request(given: Mapping[str, Any]) -> Request:
         gpu=given.get("gpu"),
         nodes=_whole("--nodes", given.get("nodes", 1)),
         host_mem_bytes=parse_bytes(given["host_mem"], "--host-mem") if "host_mem" in given else None,
+        nvme_bytes=parse_bytes(given["nvme"], "--nvme") if "nvme" in given else None,
+        margin=parse_margin(given["margin"]) if "margin" in given else Margin(),
+        efficiency=_number("--efficiency", given["efficiency"], most=1) if "efficiency" in given else None,
+        network=round(10**9 * _number("--network", given["network"], most=10**6)) if "network" in given else None,
+        goal=_goal(given),
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,
+        tuning=_tuning(given),
         offline=bool(given.get("offline")),
         asked={name: _plain(given[name]) for name in ARGUMENTS if name in given},
         notes=notes,
+    )
+
+
+def _settle_checkpointing(fixed: dict[str, Any], fixed_by: dict[str, str]) -> None:
+    """Segments and offload are kinds of full checkpointing, which they ask for."""
+    for name in ("checkpoint_every", "checkpoint_offload"):
+        if fixed.get(name, 1) in (1, False) and fixed.get(name) is not True:
+            continue
+        how = fixed.setdefault("checkpointing", "full")
+        fixed_by.setdefault("checkpointing", fixed_by[name])
+        if how != "full":
+            raise ZplanError(
+                f"{fixed_by[name]} is about checkpointed blocks, and checkpointing is `{how}`",
+                "use --checkpointing full",
+            )
+
+
+def _tuning(given: Mapping[str, Any]) -> Tuning | None:
+    """What the four options about adapters say together. QLoRA's paper adapts every linear map, LoRA's q and v."""
+    for name in ("lora_targets", "lora_embeddings", "qlora"):
+        if name in given and "lora" not in given:
+            raise ZplanError(f"`--{name.replace('_', '-')}` needs the rank of the adapters", "add --lora 16")
+    if "lora" not in given:
+        return None
+    quantized = bool(given.get("qlora"))
+    words = given.get("lora_targets", "all-linear" if quantized else "q,v")
+    if not isinstance(words, str):
+        raise ZplanError(f"`lora_targets` is {words!r}", 'give text, such as "q,v"')
+    rank = _whole("--lora", given["lora"])
+    return Tuning(rank, words, embeddings=bool(given.get("lora_embeddings")), quantized=quantized)
+
+
+def _goal(given: Mapping[str, Any]) -> Goal:
+    return Goal(
+        tokens=parse_count(given["tokens"], "--tokens") if "tokens" in given else None,
+        epochs=_whole("--epochs", given["epochs"]) if "epochs" in given else None,
+        examples=parse_count(given["examples"], "--examples") if "examples" in given else None,
+        price=_number("--price", given["price"], most=10**6) if "price" in given else None,
     )
 
 
@@ -151,14 +253,40 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def read_offload(given: Mapping[str, Any]) -> Offload:
+    """What `offload`, `offload_params` and `offload_ratio` say together."""
+    places = get_args(Place)
+    for name in ("offload", "offload_params"):
+        value, flag = given.get(name, "none"), "--" + name.replace("_", "-")
+        if value not in places:
+            hint = f"use {flag} {', '.join(places[:-1])} or {places[-1]}"
+            raise ZplanError(f"`{flag} {value}` is unknown", did_you_mean(str(value), places) or hint)
+    offload = Offload(given.get("offload", "none"), given.get("offload_params", "none"), _ratio(given))
+    if offload.params != "none" and offload.optimizer == "none":
+        raise ZplanError(
+            f"`--offload-params {offload.params}` leaves the larger optimizer on the GPU",
+            f"add --offload {offload.params}",
+        )
+    if offload.ratio != 1 and offload.optimizer == "none":
+        raise ZplanError(f"`--offload-ratio {offload.ratio:g}` offloads nothing", "add --offload cpu")
+    if offload.params != "none" and given.get("stage", 3) != 3:
+        raise ZplanError(
+            f"`--offload-params {offload.params}` needs parameters in shards, which stage {given['stage']} keeps whole",
+            "use --stage 3, or drop --offload-params",
+        )
+    return offload
+
+
+def _ratio(given: Mapping[str, Any]) -> float:
+    """The share of elements that is offloaded, above 0 and up to 1."""
+    value = given.get("offload_ratio", 1.0)
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else -1
+    if not 0 < number <= 1:
+        raise ZplanError(f"`--offload-ratio {value}` is no share of the elements", "use a number above 0 and up to 1")
+    return float(number)
+
+
 _UNBUILT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
-    "offload": ("--offload", ("none",), ("cpu", "nvme", "optimizer", "params"), "use --offload none, and more GPUs"),
-    "optimizer": (
-        "--optimizer",
-        RUNNABLE,
-        ("lamb", "muon", "adafactor", "adamw8bit"),
-        f"use one of {', '.join(RUNNABLE)}",
-    ),
     "precision": ("--precision", ("bf16", "fp16", "fp32"), ("fp8", "int8"), "use --precision bf16, fp16 or fp32"),
 }
 """Option -> its flag, what is built, what the field knows and is not built yet, and what to do."""
@@ -184,7 +312,7 @@ _WORDS = {
     "cross_entropy": get_args(CrossEntropy),
     "kernels": get_args(Kernels),
     "saving": get_args(Saving),
-    "optimizer": RUNNABLE,
+    "reduce_dtype": ("fp32", "bf16"),
 }
 
 
@@ -196,6 +324,14 @@ def _check(name: str, value: Any) -> Any:
             near = did_you_mean(str(value), _WORDS[name])
             raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
         return value
+    if name in ("checkpoint_offload", "padded"):
+        if not isinstance(value, bool):
+            raise ZplanError(f"`{name}` is {value!r}", "give True or False")
+        return value
+    if name == "optimizer":
+        from zplan.planner.optimizers import find_kind
+
+        return find_kind(str(value)).name
     if name == "compile":
         if not isinstance(value, bool):
             raise ZplanError(f"`compile` is {value!r}", "use true or false")
@@ -204,7 +340,18 @@ def _check(name: str, value: Any) -> Any:
         if value not in (0, 1, 2, 3) or isinstance(value, bool):
             raise ZplanError(f"`{flag} {value}` is no ZeRO stage", "use 0, 1, 2 or 3")
         return int(value)
-    return _whole(flag, value, least=2 if name == "ring_slots" else 1)
+    return _whole(flag, value, least={"ring_slots": 2, "persist_numel": 0}.get(name, 1))
+
+
+def _number(flag: str, value: Any, *, most: int) -> float:
+    """A positive number, given as one or as text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= most:
+        raise ZplanError(f"`{flag} {value}` is not a number above 0 and up to {most:,}", f"such as {flag} 0.5")
+    return number
 
 
 def _whole(flag: str, value: Any, *, least: int = 1) -> int:
@@ -238,7 +385,7 @@ def _merge_config(
         own = _CONFIG_NAMES.get(name, name)
         if own not in OPTION:
             settings[name] = value
-        elif isinstance(value, int) and value > (MOST_ELEMENTS if own == "piece_numel" else MOST):
+        elif isinstance(value, int) and value > (MOST_ELEMENTS if own in ELEMENTS else MOST):
             raise ZplanError(f"`{source}` asks for {value:,} as {own.replace('_', '-')}", "check that number")
         elif own in fixed and fixed[own] != value:
             raise ZplanError(f"`{OPTION[own]} {fixed[own]}` and `{source}` ({value}) disagree", "drop one of the two")

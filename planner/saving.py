@@ -11,6 +11,15 @@ from zplan.planner.placement import Placement
 from zplan.planner.states import FP32
 from zplan.planner.timeline import Timeline
 
+RANGE_NUMEL = 4 * 2**20
+"""Most elements of one range of a checkpoint."""
+
+RANGES_HELD = 3
+"""Ranges of one rank in host memory at once: one that is summed, and those on their way to the disk."""
+
+CHECKSUM_NUMEL = 2**22
+"""Elements that are summed at once to compare replicas; each takes 8 bytes for a moment."""
+
 
 def snapshot_numel(placements: Sequence[Placement], choice: Choice) -> int:
     """fp32 elements of the copy: what this rank writes, one slice of each piece even where it holds all.

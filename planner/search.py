@@ -2,39 +2,56 @@
 
 [Note: rules] What is left open is chosen like this:
 
-- micro-batch 1; with a global batch, the largest divisor of a rank's sequences that fits, the rest by accumulation;
-- checkpointing none where that fits and leaves a tenth of the card free, else full: recomputing costs up to a third of
-  the time, an out-of-memory error costs the run;
-- the lowest stage that fits, because it moves least.
+- micro-batch 1; with a global batch, the largest divisor of a rank's sequences that fits, the rest by accumulation:
+  fewer micro-steps never move more;
+- checkpointing none only where that leaves a tenth of the card free, because an out-of-memory error costs the run;
+- of what is left the fastest that fits, by predicted step time (`planner/step_time.py`). What is less than a hundredth
+  slower counts as fast, and then no checkpointing comes before full, and the lower stage before the higher;
+- where no time can be told, because no card is named, these two orders alone decide: the lowest stage moves least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import add
+from typing import TYPE_CHECKING, get_args
 
-from zplan.planner.activations import prefers_eager
+from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.buffers import page_lines
-from zplan.planner.config import Checkpointing, Choice
+from zplan.planner.comm import Traffic, traffic
+from zplan.planner.config import Checkpointing, Choice, Offload
 from zplan.planner.errors import ZplanError
+from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable
+from zplan.planner.halving import Lazy, largest_multiple
 from zplan.planner.hardware import Hardware
-from zplan.planner.ledger import Ledger, Line
+from zplan.planner.ledger import Kind, Ledger, Line
 from zplan.planner.overhead import overhead_lines
 from zplan.planner.placement import place
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
 from zplan.planner.sources import Model
-from zplan.planner.textbook import runtime_rate
-from zplan.planner.timeline import timeline
+from zplan.planner.textbook import Rate, runtime_rate
+from zplan.planner.tiers import OffDevice
+from zplan.planner.timeline import Timeline, timeline
+
+if TYPE_CHECKING:
+    from zplan.planner.clock import Clock
+    from zplan.planner.step_time import StepTime
 
 STAGES = (0, 1, 2, 3)
+TRAINING = ("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded")
+"""Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
 POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
 """Families that cannot run a longer sequence than they have positions for."""
 DEFAULT_SEQ = 2048
 SEQ_STEP = 128
 MARGIN = 10
 """A tenth of the card stays free unless checkpointing is on."""
+TIE = 0.01
+"""Share of a step's time that predictions do not tell apart."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +59,33 @@ class Row:
     """One choice and what it needs of a card."""
 
     choice: Choice
-    ledger: Ledger
     capacity_bytes: int
     peak_bytes: int
     peak_phase: str
+    low_bytes: int
+    high_bytes: int
+    """Between which bytes the peak lies; see [Note: intervals] in interval.py."""
+    margin_bytes: int
+    """What was asked to stay free beyond that."""
+    off_device: OffDevice
+    """What it takes of the host and of NVMe."""
+    kinds: Mapping[Kind, int]
+    """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
+    write_out: Callable[[], Ledger] = field(repr=False, compare=False)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """All lines, written out when they are asked for: a search needs sums only."""
+        return self.write_out()
 
     @property
     def spare_bytes(self) -> int:
-        """Negative where it does not fit."""
-        return self.capacity_bytes - self.peak_bytes
+        """What the upper end and the margin leave of the card; negative where it does not fit."""
+        return self.capacity_bytes - self.margin_bytes - self.high_bytes
 
     @property
     def fits(self) -> bool:
-        return self.spare_bytes >= 0
+        return self.spare_bytes >= 0 and self.off_device.fits
 
     @property
     def roomy(self) -> bool:
@@ -77,11 +108,22 @@ class Search:
     request: Request
     remainder: bool = True
     memo: dict[Choice, Row] = field(default_factory=dict)
+    foldings: dict[int, Folding] = field(default_factory=dict)
+    """By slots of the ring."""
 
     def __post_init__(self) -> None:
-        self.time = timeline(self.model.spec.units)
-        self.phases = self.time.phases
         self.seq = self._seq()
+        if self.request.get("precision") == "bf16" and not self.hardware.bf16:
+            by = self.request.fixed_by["precision"]
+            raise ZplanError(
+                f"{by} asks for bf16, which a {self.hardware.gpu} (compute capability "
+                f"{self.hardware.compute_capability}) does not compute in",
+                "use --precision fp16, or a card of Ampere or later",
+            )
+
+    @cached_property
+    def phases(self) -> tuple[str, ...]:
+        return timeline(self.model.spec.units).phases
 
     def _seq(self) -> int:
         """The sequence asked for, or the default; refused where the model cannot run it."""
@@ -129,29 +171,34 @@ class Search:
         per_rank = train // world_size
         return [Batch(m, per_rank // m, world_size) for m in divisors(per_rank)]
 
-    def choice(self, stage: int, batch: Batch, checkpointing: Checkpointing) -> Choice:
-        """A choice with everything else as asked for or by default."""
-        names = (
-            "precision",
-            "attention",
-            "cross_entropy",
-            "kernels",
-            "ring_slots",
-            "piece_numel",
-            "device",
-            "compile",
-            "reduce",
-            "transport",
-            "saving",
-            "optimizer",
+    def at(self, name: str, value: int) -> Search:
+        """The same search with one more thing asked for; what was evaluated is shared."""
+        fixed = {**self.request.fixed, name: value}
+        request = replace(self.request, fixed=fixed, fixed_by={**self.request.fixed_by, name: f"--{name}"})
+        return replace(self, request=request)
+
+    def choice(
+        self, stage: int, batch: Batch, checkpointing: Checkpointing, *, offload: Offload | None = None
+    ) -> Choice:
+        """A choice with everything else as asked for or by default; `offload` instead of what was asked."""
+        wanted = (
+            *("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "persist_numel"),
+            *("device", "compile", "reduce", "transport", "saving", "offload", *TRAINING),
         )
-        fixed = {name: self.request.get(name) for name in names if self.request.get(name) is not None}
+        fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
             fixed.setdefault("attention", "eager")
+        if not self.hardware.bf16:
+            fixed.setdefault("precision", "fp16")
         if self.hardware.nodes > 1:
             fixed.setdefault("reduce", "scatter")
         elif self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
             fixed.setdefault("transport", "copies")
+        if offload is not None:
+            fixed["offload"] = offload
+        if "offload" in fixed and stage < 3:
+            # Below stage 3 parameters are whole on every rank, so there is nothing to fetch.
+            fixed["offload"] = replace(fixed["offload"], params="none")
         return Choice(
             stage=stage,
             world_size=batch.world_size,
@@ -165,34 +212,126 @@ class Search:
     def row(self, choice: Choice) -> Row:
         """Evaluate a choice, once."""
         if choice not in self.memo:
-            pages = page_lines(place(self.model.spec, choice), choice, self.time) if choice.copies else ()
-            extra = (*overhead_lines(self.hardware, choice, self.phases), *self._remainder(choice), *pages)
-            ledger = predict(self.model.spec, choice, overheads=extra)
-            per_phase = ledger.per_phase()
-            peak = max(per_phase)
-            self.memo[choice] = Row(choice, ledger, self.hardware.mem_bytes, peak, ledger.phases[per_phase.index(peak)])
+            self.memo[choice] = self._evaluate(choice)
         return self.memo[choice]
 
-    def _remainder(self, choice: Choice) -> tuple[Line, ...]:
+    def _evaluate(self, choice: Choice) -> Row:
+        def further(phases: Sequence[str]) -> tuple[Line, ...]:
+            extra = (*overhead_lines(self.hardware, choice, phases), *self._remainder(choice, phases))
+            return (*extra, *self._pages(choice, phases))
+
+        def write_out() -> Ledger:
+            return predict(self.model.spec, choice, overheads=further(self.phases))
+
+        if foldable(choice):
+            folding = self.folding(choice)
+            vectors, phases = folding.vectors(choice, further), folding.phases
+            return self._row(choice, vectors, phases, write_out)
+        ledger = write_out()
+        return self._row(choice, by_part(ledger.lines, ledger.phases), ledger.phases, lambda: ledger)
+
+    def _row(self, choice: Choice, vectors: Vectors, phases: Sequence[str], write_out: Callable[[], Ledger]) -> Row:
+        """A choice by the live bytes of its parts in each phase."""
+        device: dict[Kind, list[int]] = {kind: vectors[kind] for kind in get_args(Kind) if kind in vectors}
+        per_phase = [sum(column) for column in zip(*device.values(), strict=True)]
+        at = per_phase.index(max(per_phase))
+        low, high = (max(map(add, per_phase, vectors.get(end, [0] * len(phases)))) for end in ENDS)
+        card = self.hardware.mem_bytes
+        return Row(
+            choice,
+            card,
+            per_phase[at],
+            phases[at],
+            low_bytes=low,
+            high_bytes=high,
+            margin_bytes=self.request.margin.of(card),
+            off_device=OffDevice.of(vectors, self.hardware, choice.world_size),
+            kinds={kind: values[at] for kind, values in device.items()},
+            write_out=write_out,
+        )
+
+    def _pages(self, choice: Choice, phases: Sequence[str]) -> list[Line]:
+        """Ends of pages of buffers that other GPUs read: they do not depend on the depth of the model."""
+        if not choice.copies or choice.runtime != "zplan":
+            return []
+        spec = self.folding(choice).specs[0] if foldable(choice) else self.model.spec
+        return page_lines(place(spec, choice), choice, Timeline(tuple(phases), {}))
+
+    def _remainder(self, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
         missing = self.model.missing_params
         if not self.remainder or not missing:
             return ()
-        rate = runtime_rate(choice)
+        whole = Rate(0, choice.itemsize) if choice.sharded else Rate(choice.itemsize, 0)
+        rate = whole if self.model.spec.adapters else runtime_rate(choice)
         note = f"{missing:,} parameters that the assumed shape lacks, at {rate.formula()} bytes"
         nbytes = rate.of(missing, choice.world_size)
-        always = (0, len(self.phases) - 1)
+        always = (0, len(phases) - 1)
         return (Line("states.remainder", nbytes, (always,), "states", source="derived", note=note),)
 
-    def best(self, stage: int, batches: Sequence[Batch]) -> Row:
-        """The row of one stage by the rules; where nothing fits, the leanest."""
+    def folding(self, choice: Choice) -> Folding:
+        """The folded model for a choice's ring."""
+        if choice.ring_slots not in self.foldings:
+            self.foldings[choice.ring_slots] = fold(self.model.spec, ring_slots=choice.ring_slots)
+        return self.foldings[choice.ring_slots]
+
+    @cached_property
+    def clock(self) -> Clock | None:
+        """What tells step times; None where no card is named, or the model's ops are not counted."""
+        if self.hardware.gpu is None or not counted(self.model.spec):
+            return None
+        from zplan.planner.clock import Clock
+
+        return Clock(self.hardware, self.request.efficiency, self.request.network)
+
+    def time(self, choice: Choice) -> StepTime | None:
+        """Predicted time of one optimizer step; None where it can't be told."""
+        return None if self.clock is None else self.clock.time(choice, self.folding(choice))
+
+    def why_untimed(self, choice: Choice) -> str:
+        """Why `time` tells none."""
+        if choice.runtime != "zplan":
+            return "step times are those of zplan's runtime"
+        if self.hardware.gpu is None or choice.device == "cpu":
+            return "no card is named (--gpu)"
+        if self.clock is None:
+            return "the model's ops are not counted"
+        return f"no peak of {self.hardware.gpu} in {choice.precision} is known"
+
+    def traffic(self, choice: Choice) -> Traffic:
+        """Bytes that one rank moves in a step."""
+        if not foldable(choice) or choice.offload.optimizer != "none":
+            return traffic(self.model.spec, choice)
+        per_model = self.folding(choice).affine
+        return Traffic(
+            per_model(lambda spec: traffic(spec, choice).gather_bytes),
+            per_model(lambda spec: traffic(spec, choice).reduce_bytes),
+        )
+
+    def fastest(self, rows: Sequence[Row]) -> Row:
+        """The first row that is as fast as any, ties within `TIE`; the very first where no time can be told."""
+        times = [self.time(row.choice) for row in rows]
+        told = [t.total / t.tokens for t in times if t is not None]
+        if len(told) < len(rows):
+            return rows[0]
+        return next(row for row, t in zip(rows, told, strict=True) if t <= min(told) * (1 + TIE))
+
+    def candidates(self, stage: int, batches: Sequence[Batch]) -> list[Row]:
+        """The row with the largest micro-batch that fits of each way to run a stage, in order of preference."""
+        found: list[Row] = []
         for checkpointing in self.checkpointings:
             open_and_none = checkpointing == "none" and len(self.checkpointings) > 1
             good = _is_roomy if open_and_none else _fits
-            rows = _Lazy([self.choice(stage, b, checkpointing) for b in batches], self.row)
-            found = rows.last(good)
-            if found is not None:
-                return found
-        return self.row(self.choice(stage, batches[0], self.checkpointings[-1]))
+            row = Lazy([self.choice(stage, b, checkpointing) for b in batches], self.row).last(good)
+            if row is not None:
+                found.append(row)
+                if self.clock is None:
+                    break
+        return found
+
+    def best(self, stage: int, batches: Sequence[Batch]) -> Row:
+        """The row of one stage by the rules; where nothing fits, the leanest."""
+        found = self.candidates(stage, batches)
+        return self.fastest(found) if found else self.row(self.choice(stage, batches[0], self.checkpointings[-1]))
 
     def rows(self) -> tuple[Row, ...]:
         """One row for each stage."""
@@ -200,17 +339,20 @@ class Search:
         return tuple(self.best(stage, batches) for stage in STAGES)
 
     def pick(self, rows: Sequence[Row]) -> Row:
-        """The row to run: the stage asked for, else the lowest that fits, else the one that misses by least."""
+        """The row to run: the stage asked for, else the fastest that fits, else the one that misses by least."""
         stage = self.request.get("stage")
         if stage is not None:
             return rows[STAGES.index(stage)]
-        return next((r for r in rows if r.fits), None) or min(rows, key=lambda r: r.peak_bytes)
+        fitting = [r for r in rows if r.fits]
+        return self.fastest(fitting) if fitting else min(rows, key=lambda r: r.peak_bytes)
 
     def single(self) -> Row:
         """The best row of one GPU alone, with the same global batch."""
         world_size = self.hardware.world_size
         times = world_size if self.request.get("global_batch") else 1
-        return self.best(0, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
+        offload = self.request.get("offload")
+        stage = 3 if offload is not None and offload.params != "none" else 0
+        return self.best(stage, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
 
     def longest_seq(self, row: Row) -> int:
         """Longest sequence at which a row still fits: the model's limit, else a multiple of 128; 0 for none.
@@ -227,68 +369,9 @@ class Search:
         return largest_multiple(spare, SEQ_STEP, below=limit, near=row.choice.seq)
 
 
-def largest_multiple(spare: Callable[[int], int], step: int, *, below: int, near: int) -> int:
-    """Largest multiple of `step` with `spare(x) >= 0`, for a falling `spare`; 0 when there is none.
-
-    Parameters
-    ----------
-    spare
-        Nearly linear, so that a straight line between the two sides finds the place in a few calls; where it is not,
-        halving takes over.
-    below
-        A value that is known not to fit.
-    near
-        Where to look first.
-
-    Examples
-    --------
-    >>> largest_multiple(lambda x: 1000 - x, 128, below=10**6, near=2048)
-    896
-    """
-    low, high = 0, -(-below // step)
-    low_spare: int | None = None
-    high_spare: int | None = None
-    at, calls = min(max(1, near // step), high - 1), 0
-    while high - low > 1:
-        found = spare(at * step)
-        calls += 1
-        if found >= 0:
-            low, low_spare = at, found
-        else:
-            high, high_spare = at, found
-        if low_spare is not None and high_spare is not None and calls < 8:
-            at = low + (high - low) * low_spare // (low_spare - high_spare)
-        elif low_spare is not None and high_spare is None:
-            at = low * 8
-        else:
-            at = (low + high) // 2
-        at = min(max(at, low + 1), high - 1)
-    return low * step
-
-
 def _fits(row: Row) -> bool:
     return row.fits
 
 
 def _is_roomy(row: Row) -> bool:
     return row.roomy
-
-
-@dataclass(frozen=True)
-class _Lazy:
-    """Choices by rising need, evaluated only as far as a search has to."""
-
-    choices: list[Choice]
-    row: Callable[[Choice], Row]
-
-    def last(self, good: Callable[[Row], bool]) -> Row | None:
-        """The last row that is good, given that none is good after one that is not."""
-        low, high = -1, len(self.choices)
-        at = high - 1  # Most often the largest fits.
-        while high - low > 1:
-            if good(self.row(self.choices[at])):
-                low = at
-            else:
-                high = at
-            at = (low + high) // 2
-        return self.row(self.choices[low]) if low >= 0 else None

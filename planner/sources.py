@@ -28,6 +28,8 @@ class Model:
     stated_params: int | None = None
     """The count that was given, where the shape was solved for it."""
     notes: tuple[str, ...] = ()
+    base_params: int = 0
+    """Parameters of the model itself, without adapters, where it has some; else 0."""
 
     @property
     def arch(self) -> Architecture:
@@ -36,13 +38,31 @@ class Model:
 
     @property
     def num_params(self) -> int:
-        """The count to reckon with in textbook rows: the given one, else the shape's own."""
-        return self.stated_params or self.spec.num_params
+        """The model's own count, adapters apart: the given one, else the shape's."""
+        return self.stated_params or self.shape_params
+
+    @property
+    def shape_params(self) -> int:
+        """What the shape itself has."""
+        return self.base_params or self.spec.num_params
+
+    @property
+    def reckoned_params(self) -> int:
+        """The count to reckon with in textbook rows: what is trained."""
+        return self.spec.num_trained if self.spec.adapters else self.num_params
 
     @property
     def missing_params(self) -> int:
         """Parameters of the given count that the assumed shape does not have."""
-        return self.num_params - self.spec.num_params
+        return self.num_params - self.shape_params
+
+    def frozen_bytes(self, itemsize: int) -> int:
+        """Of the base that adapters stand beside, whole; 0 where everything is trained."""
+        if self.spec.adapters is None:
+            return 0
+        from zplan.planner.adapters import frozen_bytes
+
+        return frozen_bytes(self.spec, itemsize) + self.missing_params * itemsize
 
 
 def model_from(name: str | None, params: int | None, *, offline: bool = False) -> Model:

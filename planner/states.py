@@ -9,7 +9,7 @@ from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Line, Tier
 from zplan.planner.loss_scale import NUM_SCALARS as NUM_SCALE_SCALARS
 from zplan.planner.optimizers import SCRATCH_NUMEL, OptimizerKind, kind_of, workspace_bytes
-from zplan.planner.placement import Placement, shards_states
+from zplan.planner.placement import NF4_CLASS, Placement, shards_states
 from zplan.planner.timeline import Timeline
 
 FP32 = 4
@@ -90,11 +90,13 @@ def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[
     if choice.world_size > 1:
         why = "not in a ring" if choice.stage == 3 else f"stage {choice.stage} does not shard parameters"
         note = f"replicated on {choice.world_size} ranks: {why}"
-    return [
+    lines = [
         *by_class("params.frozen.shard", shards, "states"),
         *(replace(line, note=note) for line in by_class("params.frozen.whole", whole, "states")),
         *_constant_lines(placements, always, note),
     ]
+    nf4 = "two elements a byte, 8-bit constants of 64, fp32 constants of 16,384 (nf4, double quantization)"
+    return [replace(x, source="estimate", note=nf4) if x.id.endswith(f".{NF4_CLASS}") else x for x in lines]
 
 
 def _constant_lines(placements: Sequence[Placement], always: tuple[int, int], note: str) -> list[Line]:

@@ -21,7 +21,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from zplan.planner.layout import ceil_to
 from zplan.planner.strides import dense_like, is_dense, row_major
@@ -36,6 +36,27 @@ whose logits exist at once."""
 WIDTH = len(BASIS) + 6
 
 PARAMETER_GRADIENT = "parameter gradient"
+
+Retention = Literal["next", "unit", "none"]
+"""How long a runtime holds a unit's whole gradients: zplan until the next unit's have landed; until the unit's backward
+is over; not at all, since each is taken as it comes."""
+
+OF_PRODUCTS = frozenset(
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "grouped_mm",
+        "mm.input",
+        "mm.weight",
+        "attention output",
+        "logsumexp",
+        "q.grad",
+        "k.grad",
+        "v.grad",
+    )
+)
+"""Labels of what matrix products and attention kernels write."""
 
 Level = tuple[int, ...]
 """Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
@@ -60,10 +81,12 @@ def _split(nbytes: int) -> tuple[int, int]:
 class Storage:
     """Bytes that live from birth to death. `born` and `died` are phase indices."""
 
-    __slots__ = ("at", "born", "coefficient", "died", "label", "refs")
+    __slots__ = ("again", "at", "born", "coefficient", "died", "label", "refs")
 
     def __init__(self, at: int, coefficient: int, label: str, born: int) -> None:
         self.at, self.coefficient, self.label, self.born = at, coefficient, label, born
+        self.again = False
+        """Born while a checkpointed call ran again."""
         self.died: int | None = None
         self.refs = 0
 
@@ -114,14 +137,13 @@ Backward = Callable[[Any, list["Value"]], Gradients]
 """`(gradients of the outputs, saved values) -> gradients of the inputs`. Closures hold shapes only, never values."""
 
 
-@dataclass(frozen=True)
 class Edge:
     """Where an input's gradient goes, and the shape and itemsize that it must arrive in."""
 
-    node: Node
-    output_nr: int
-    shape: tuple[int, ...]
-    itemsize: int
+    __slots__ = ("itemsize", "node", "output_nr", "shape")
+
+    def __init__(self, node: Node, output_nr: int, shape: tuple[int, ...], itemsize: int) -> None:
+        self.node, self.output_nr, self.shape, self.itemsize = node, output_nr, shape, itemsize
 
 
 class Node:
@@ -146,12 +168,23 @@ class Accumulate(Node):
         self.unit = unit
 
 
+class InputLeaf(Node):
+    """A value that is made to require a gradient without being a parameter. It and its gradient live with the graph."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, value: Value) -> None:
+        super().__init__(2**62, lambda grads, saved: [], [], [])
+        self.kept = [value.alias()]
+
+
 @dataclass
 class UnitGradients:
     """Gradients of one unit that wait for its last one."""
 
     name: str
     missing: int = 0
+    landed: int = 0
     arrived: list[Value] = field(default_factory=list)
 
 
@@ -167,6 +200,21 @@ class Frame:
     inputs: list[Value]
     packed: int = 0
     recomputed: Gradients | None = None
+    kept: list[list[Value]] | None = None
+    """Selective: the results of products in order, which are not made again; None: everything is."""
+    taken: int = 0
+    """How many of `kept` a second run has used."""
+    away: Away | None = None
+    """What stands for the first input while it waits in host memory."""
+
+
+@dataclass(frozen=True)
+class Away:
+    """A value that left the device: its shape and itemsize, and the node that it had."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    node: Node | None
 
 
 @dataclass
@@ -185,6 +233,8 @@ class Tape:
 
     Attributes
     ----------
+    retention, held
+        How long whole gradients are held, and units whose gradients are held to the end of backward.
     phases
         Names in the order entered.
     levels
@@ -192,18 +242,31 @@ class Tape:
         enough: between two of them the level only grows.
     storages
         Every storage that ever was.
+    gradients
+        Off for a forward under `torch.no_grad`: no op has a node then, and nothing is saved.
     """
 
-    def __init__(self, *, in_place_accumulation: bool) -> None:
+    def __init__(
+        self,
+        *,
+        in_place_accumulation: bool,
+        gradients: bool = True,
+        retention: Retention = "next",
+        held: frozenset[str] = frozenset(),
+    ) -> None:
+        self.gradients, self.retention, self.held = gradients, retention, held
         self.phases: list[str] = ["idle"]
         self.levels: list[set[Level]] = [{(0,) * (2 * WIDTH)}]
         self.storages: list[Storage] = []
+        self.flops: list[list[int]] = [[0] * len(BASIS)]
+        self.written: list[list[int]] = [[0] * len(BASIS)]
         self.in_place_accumulation = in_place_accumulation
         self._live = [0] * (2 * WIDTH)
         self._grew = False
         self._seq = 0
         self._frame: Frame | None = None
         self._retained: list[Value] = []
+        self._held: list[Value] = []
 
     # Storages
 
@@ -211,14 +274,30 @@ class Tape:
         """A value with a fresh storage."""
         shape = tuple(shape)
         at, coefficient = _split(math.prod(shape) * itemsize)
+        if label not in OF_PRODUCTS:
+            self.written[-1][at] += coefficient
         return self._value(shape, itemsize, strides or row_major(shape), self._allocate(at, coefficient, label))
+
+    def multiply(self, *extents: int, times: int = 1, per: int = 1) -> None:
+        """Count matrix products of these extents, once their node is there: two operations for each combination.
+
+        `per` divides: a causal attention kernel leaves half of its products out.
+        """
+        at, count = _split(math.prod(extents))
+        self.flops[-1][at] += 2 * times * count // per
 
     def parameter(self, shape: Sequence[int], itemsize: int, unit: UnitGradients) -> Value:
         """A leaf whose bytes are not activations."""
         value = self._value(tuple(shape), itemsize, row_major(shape), Storage(0, 0, "parameter", 0))
-        value.node = Accumulate(unit)
-        unit.missing += 1
+        if self.gradients:
+            value.node = Accumulate(unit)
+            unit.missing += 1
         return value
+
+    def require_gradient(self, value: Value) -> None:
+        """Make a value that nothing trained leads to a leaf."""
+        if self.gradients and value.node is None:
+            value.node = InputLeaf(value)
 
     def buffer(self, shape: Sequence[int], itemsize: int) -> Value:
         """A buffer of the model, whose bytes are not activations."""
@@ -244,6 +323,7 @@ class Tape:
 
     def _allocate(self, at: int, coefficient: int, label: str) -> Storage:
         storage = Storage(at, coefficient, label, len(self.phases) - 1)
+        storage.again = self.recomputing
         self.storages.append(storage)
         self._live[at] += coefficient
         self._grew = True
@@ -262,9 +342,13 @@ class Tape:
 
     def enter(self, phase: str) -> None:
         """Start a phase; its first moment is the level it starts from."""
+        if self.retention == "unit" and phase.startswith("backward."):
+            self._retained.clear()
         self._note()
         self.phases.append(phase)
         self.levels.append(set())
+        self.flops.append([0] * len(BASIS))
+        self.written.append([0] * len(BASIS))
         self._note()
 
     # The graph
@@ -298,16 +382,56 @@ class Tape:
             raise StopRecompute
         return value.alias()
 
-    def checkpoint(self, run: Callable[..., Value], *inputs: Value) -> Value:
-        """Non-reentrant activation checkpointing with early stop: keep the inputs, run again at the first unpack."""
-        self._frame = Frame(run, [v.alias_with_node() for v in inputs])
+    @property
+    def recomputing(self) -> bool:
+        """Whether a checkpointed call is run again."""
+        return self._frame is not None and self._frame.recomputed is not None
+
+    def checkpoint(
+        self, run: Callable[..., Value], *inputs: Value, selective: bool = False, offload: bool = False
+    ) -> Value:
+        """Non-reentrant activation checkpointing with early stop: keep the inputs, run again at the first unpack.
+
+        Parameters
+        ----------
+        run, inputs
+            What is called, and with what.
+        selective
+            Keep the results of products (`product`) too, and do not make them again.
+        offload
+            Let the first input wait in host memory: it is on the device in forward, and from the second run on.
+        """
+        frame = Frame(run, [v.alias_with_node() for v in inputs], kept=[] if selective else None)
+        if offload:
+            first = frame.inputs.pop(0)
+            frame.away = Away(first.shape, first.itemsize, first.node)
+            del first
+        self._frame = frame
         out = run(*inputs)
         self._frame = None
         return out
 
+    def product(self, make: Callable[[], list[Value]]) -> list[Value]:
+        """Results of a matrix product or attention kernel; those that selective checkpointing kept are not made."""
+        frame = self._frame
+        if frame is None or frame.kept is None:
+            return make()
+        if frame.recomputed is None:
+            made = make()
+            frame.kept.append([v.alias() for v in made])
+            return made
+        kept, frame.kept[frame.taken] = frame.kept[frame.taken], []
+        frame.taken += 1
+        return kept
+
     def _recompute(self, frame: Frame) -> None:
         frame.recomputed = []
         self._frame = frame
+        if frame.away is not None:
+            back = self.new(frame.away.shape, frame.away.itemsize, "checkpoint")
+            back.node = frame.away.node
+            frame.inputs.insert(0, back)
+            del back
         try:
             frame.run(*frame.inputs)
         except StopRecompute:
@@ -341,7 +465,7 @@ class Tape:
             if node.on_gradient:
                 self.enter(node.on_gradient)
             gradients = buffers.pop(node)
-            outputs = self._accumulate(node, gradients) if isinstance(node, Accumulate) else self._call(node, gradients)
+            outputs = self._run(node, gradients)
             # The engine drops the incoming gradients first, then what the node saved, and only then adds up.
             gradients.clear()
             node.saved = []
@@ -360,11 +484,22 @@ class Tape:
                     pushed += 1
                     heapq.heappush(ready, (-edge.node.seq, pushed, edge.node))
         self._retained.clear()
+        self._held.clear()
+
+    def _run(self, node: Node, gradients: Gradients) -> Gradients:
+        if isinstance(node, Accumulate):
+            return self._accumulate(node, gradients)
+        if isinstance(node, InputLeaf):
+            node.kept += [g for g in gradients if g is not None]
+            return []
+        return self._call(node, gradients)
 
     def _call(self, node: Node, gradients: Gradients) -> Gradients:
         outputs = node.backward(gradients, [self._unpack(s) for s in node.saved])
         for i, edge in enumerate(node.edges):
-            if edge is not None and outputs[i] is not None:
+            if edge is None:
+                outputs[i] = None  # Nobody needs it, though a kernel made it with the others.
+            elif outputs[i] is not None:
                 self._fit(outputs, i, edge)
         return outputs
 
@@ -396,9 +531,12 @@ class Tape:
         unit, gradient = node.unit, gradients[0]
         assert gradient is not None and gradient.storage.refs == 1, "a shared gradient would be copied"
         gradient.storage.label = PARAMETER_GRADIENT
-        unit.arrived.append(gradient.alias())
-        if len(unit.arrived) == unit.missing:
-            # The runtime holds a unit's gradients until the next unit's have landed.
+        unit.landed += 1
+        if unit.name in self.held:
+            self._held.append(gradient.alias())
+        elif self.retention != "none":
+            unit.arrived.append(gradient.alias())
+        if unit.landed == unit.missing:
             self._retained.clear()
             self.enter(f"reduce.{unit.name}")
             self._retained, unit.arrived = unit.arrived, []

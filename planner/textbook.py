@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zplan.planner.config import REDUCE_ITEMSIZE, Choice
+from zplan.planner.config import Choice
 from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import shards_states
 
@@ -46,18 +46,34 @@ def textbook_states(num_params: int, stage: int, world_size: int) -> int:
     return TEXTBOOK[stage].of(num_params, world_size)
 
 
+def least_ranks(num_params: int, mem_bytes: int) -> int:
+    """Ranks over which stage 3 must split the states so that each share is at most `mem_bytes`.
+
+    Examples
+    --------
+    >>> least_ranks(671 * 10**9, 64 * 10**9)
+    168
+    """
+    return max(1, -(-TEXTBOOK[3].split * num_params // mem_bytes))
+
+
 def runtime_rate(choice: Choice) -> Rate:
     """Bytes a parameter that zplan's runtime holds between backward and step, working buffers apart.
 
-    In 16 bits: weights 2, fp32 master 4, moments 8 (AdamW), fp32 gradients 4. In fp32 the weights are their own master,
-    except at stage 3, where only the shard is kept. Gradients are split where they are reduced into a shard.
+    In 16 bits with AdamW: weights 2, fp32 master 4, moments 8, fp32 gradients 4. In fp32 the weights are their own
+    master, except at stage 3, where only the shard is kept. Gradients are split where they are reduced into a shard.
+    Other optimizers count their states to the whole byte. What is offloaded whole is not held here.
     """
-    kind, weights = kind_of(choice.optimizer), choice.itemsize
+    kind, weights, reduced = kind_of(choice.optimizer), choice.itemsize, choice.reduce_itemsize
     master = 4 if kind.master and choice.precision != "fp32" else 0
+    if choice.offload.optimizer != "none" and choice.offload.ratio == 1:
+        if choice.stage == 3 and (choice.world_size > 1 or choice.offload.params != "none"):
+            return Rate(0, weights if choice.offload.params == "none" else 0)
+        return Rate(weights, 0)
     if not shards_states(choice):
-        return Rate(weights + master + kind.nominal + REDUCE_ITEMSIZE, 0)
+        return Rate(weights + master + kind.nominal + reduced, 0)
     if choice.stage == 3:
-        return Rate(0, (4 if kind.master else weights) + kind.nominal + REDUCE_ITEMSIZE)
+        return Rate(0, (4 if kind.master else weights) + kind.nominal + reduced)
     if choice.stage == 1 and choice.accumulation > 1:
-        return Rate(weights + REDUCE_ITEMSIZE, master + kind.nominal)
-    return Rate(weights, master + kind.nominal + REDUCE_ITEMSIZE)
+        return Rate(weights + reduced, master + kind.nominal)
+    return Rate(weights, master + kind.nominal + reduced)

@@ -36,7 +36,7 @@ class Timeline:
 
 
 def timeline(units: Sequence[Unit]) -> Timeline:
-    """Phases for units in forward order. A unit without parameters of its own is never reduced.
+    """Phases for units in forward order. A unit without trained parameters of its own is never reduced.
 
     Examples
     --------
@@ -45,10 +45,12 @@ def timeline(units: Sequence[Unit]) -> Timeline:
     ('idle', 'forward.embed', 'forward.head', 'loss', 'backward.loss', 'backward.head', 'backward.embed',
     'reduce.embed', 'step')
     """
-    phases = ["idle", *(f"forward.{u.name}" for u in units), "loss", "backward.loss"]
-    for u in reversed(units):
-        phases.append(f"backward.{u.name}")
-        if u.params:
-            phases.append(f"reduce.{u.name}")
+    trained = {u.name for u in units if u.params and not u.frozen}
+    names = list(dict.fromkeys(u.base_name for u in units))
+    phases = ["idle", *(f"forward.{name}" for name in names), "loss", "backward.loss"]
+    for name in reversed(names):
+        phases.append(f"backward.{name}")
+        if name in trained:
+            phases.append(f"reduce.{name}")
     phases.append("step")
     return Timeline(tuple(phases), {p: i for i, p in enumerate(phases)})

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zplan.planner.activations import counted, prefers_eager
-from zplan.planner.config import REDUCE_ITEMSIZE, Choice
-from zplan.planner.search import DEFAULT_SEQ, STAGES, Row, Search
+from zplan.planner.config import Choice
+from zplan.planner.search import DEFAULT_SEQ, STAGES, TRAINING, Row, Search
+from zplan.planner.tiers import TierUse
 from zplan.planner.units import format_gib, format_percent, format_small
 
 Code = Literal["one-gpu", "replicate", "shard", "no-fit", "open"]
@@ -50,29 +51,105 @@ def largest_line(row: Row) -> str:
     return f"`{line.id}`, {gib(line.nbytes * count)}{times}"
 
 
+def need(row: Row) -> str:
+    """What a row needs; the upper end too where the verdict hangs on it."""
+    decides = row.peak_bytes <= row.capacity_bytes - row.margin_bytes < row.high_bytes
+    return gib(row.peak_bytes) + (f" (up to {format_gib(row.high_bytes)})" if decides else "")
+
+
+def card_of(row: Row) -> str:
+    """What it may take: the card, and what is kept free of it."""
+    kept = f" less {gib(row.margin_bytes)} of margin" if row.margin_bytes else ""
+    return f"{gib(row.capacity_bytes)}{kept}"
+
+
 def short_by(row: Row) -> str:
     """By how much, when and because of which line a row does not fit."""
     return f"{gib(-row.spare_bytes)} over in phase `{row.peak_phase}`, where the most is {largest_line(row)}"
 
 
+def over_by(row: Row) -> str:
+    """What a row that does not fit lacks: of the card, or of a node's host memory or disk."""
+    off = row.off_device
+    if row.spare_bytes < 0:
+        return f"{gib(-row.spare_bytes)} over"
+    if off.host_over:
+        return f"{gib(off.host_over * off.ranks)} of host memory over"
+    return f"{gib(off.nvme_over * off.ranks)} of NVMe over"
+
+
+def _beside_the_card(row: Row) -> str:
+    """Why a row does not fit that does on the card: one sentence with the numbers of a node."""
+    off = row.off_device
+    host = off.host_over > 0
+    need, over, what = (
+        (off.host_bytes, off.host_over, "host memory") if host else (off.nvme_bytes, off.nvme_over, "NVMe")
+    )
+    lines = [x for x in row.ledger.lines if x.tier in (("host", "pinned") if host else ("nvme",))]
+    most = max(lines, key=lambda x: x.total_bytes)
+    ranks = "one rank takes" if off.ranks == 1 else f"the {off.ranks} ranks of a node take"
+    return (
+        f"Does not fit: {name_of(row)} fits on the card, but {ranks} {gib(need * off.ranks)} of {what}, "
+        f"{gib(over * off.ranks)} more than there is; the most is `{most.id}`, {gib(most.total_bytes)} a rank."
+    )
+
+
+def judge_tiers(row: Row, uses: Sequence[TierUse]) -> Verdict | None:
+    """The verdict where the step fits and what `zplan run` does beside it does not; None where all fits."""
+    over = next((use for use in uses if use.over_bytes), None)
+    if over is None or not row.fits:
+        return None
+    assert over.limit_bytes is not None
+    device = over.tier == "device"
+    what = "" if device else " of host memory a node" if "host" in over.tier else " of NVMe a node"
+    need = gib(over.high_bytes if device else over.per_node_bytes)
+    return Verdict(
+        "no-fit",
+        f"Does not fit: the steps of {name_of(row)} do, but `{over.where}` needs {need}{what}, "
+        f"{gib(over.over_bytes)} more than there is.",
+    )
+
+
 def judge(row: Row, single: Row) -> Verdict:
     """The verdict: one GPU is enough, memory-bound so shard, or does not fit."""
-    card, n = gib(row.capacity_bytes), row.choice.world_size
+    card, n = card_of(row), row.choice.world_size
+    if not row.fits and row.spare_bytes >= 0:
+        return Verdict("no-fit", _beside_the_card(row))
     if not row.fits:
-        return Verdict(
-            "no-fit", f"Does not fit: {name_of(row)} needs {gib(row.peak_bytes)} of {card}, {short_by(row)}."
-        )
-    spare = f"{gib(row.spare_bytes)} to spare"
+        return Verdict("no-fit", f"Does not fit: {name_of(row)} needs {need(row)} of {card}, {short_by(row)}.")
+    spare = f"at least {gib(row.spare_bytes)} to spare"
     if n == 1:
-        return Verdict("one-gpu", f"One GPU is enough: it needs {gib(row.peak_bytes)} of {card}, {spare}.")
+        return Verdict("one-gpu", f"One GPU is enough: it needs {need(row)} of {card}, with {spare}.")
     if single.fits:
         how = "with full checkpointing " if single.choice.checkpointing == "full" else ""
-        text = f"One GPU is enough: {how}it needs {gib(single.peak_bytes)} of {card}. More GPUs only add speed; "
+        text = f"One GPU is enough: {how}it needs {need(single)} of {card}. More GPUs only add speed; "
         return Verdict("one-gpu", f"{text}on {n}, stage {row.choice.stage} fits with {spare}.")
-    need = f"one GPU would need {gib(single.peak_bytes)} of {card}"
+    alone = f"one GPU would need {need(single)} of {card}"
     if row.choice.stage == 0:
-        return Verdict("replicate", f"Fits as it is: {need}, but on {n} GPUs no sharding is needed, with {spare}.")
-    return Verdict("shard", f"Memory-bound, shard: {need}. Stage {row.choice.stage} over {n} GPUs fits with {spare}.")
+        return Verdict("replicate", f"Fits as it is: {alone}, but on {n} GPUs no sharding is needed, with {spare}.")
+    return Verdict("shard", f"Memory-bound, shard: {alone}. Stage {row.choice.stage} over {n} GPUs fits with {spare}.")
+
+
+def beyond_offload(row: Row, lean: Row | None, longest_seq: int) -> str:
+    """A sentence for a model of which one unit alone is too much for the card, even with all else elsewhere.
+
+    Parameters
+    ----------
+    lean
+        What `remedies.leanest` found for the row.
+    longest_seq
+        At which that row fits; 0 for none.
+    """
+    if lean is None or lean.spare_bytes >= 0:
+        return ""
+    way_out = f"Use {f'--seq {longest_seq}, ' if longest_seq else ''}a larger card, or a runtime that splits a layer"
+    way_out += " over GPUs (tensor parallelism)."
+    if lean.choice == row.choice:
+        return f" Everything that can be is offloaded already. {way_out}"
+    return (
+        " Nor would it with every state offloaded and one sequence at a time: that takes "
+        f"{need(lean)} in phase `{lean.peak_phase}`, where the most is {largest_line(lean)}. {way_out}"
+    )
 
 
 def judge_states(row: Row) -> Verdict:
@@ -80,7 +157,7 @@ def judge_states(row: Row) -> Verdict:
     if not row.fits:
         return judge(row, row)
     held, spare = gib(row.peak_bytes), gib(row.spare_bytes)
-    text = f"Open: {name_of(row)} holds {held} of {gib(row.capacity_bytes)} without activations, which are not counted"
+    text = f"Open: {name_of(row)} holds {held} of {card_of(row)} without activations, which are not counted"
     return Verdict("open", f"{text}; they may take {spare}.")
 
 
@@ -93,17 +170,37 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
         by = search.request.fixed_by.get(name)
         reason = f"asked by {by}" if by else reasons.get(name, _DEFAULTS.get(name, ""))
         if by and name == "piece_numel":
-            reason = f"{reason}; elements, {format_small(value * REDUCE_ITEMSIZE)} in fp32"
+            nbytes = format_small(value * row.choice.reduce_itemsize)
+            reason = f"{reason}; elements, {nbytes} in {row.choice.reduce_dtype}"
         out.append(Decision(name, value, by is None, reason))
-    for name, value in (("offload", "none"),):
-        asked = name in search.request.asked
-        out.append(Decision(name, value, not asked, f"asked by --{name}" if asked else "the only one built yet"))
-    return tuple(out)
+    return (*out, *_training_decisions(search, row.choice))
+
+
+def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
+    """The optimizer, and whatever else was asked about how to train; limits of the runtime are named."""
+    from zplan.planner.runnable import limits
+
+    a = search.model.spec.adapters
+    if a is not None:
+        beside = ", embedding and head in full" if a.embeddings else ""
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in a.targets))
+        base = "; base in 4 bits" if a.quantized else ""
+        yield Decision("lora", f"rank {a.rank}", chosen=False, reason=f"asked by --lora; on {names}{beside}{base}")
+    cannot = {limit.key: limit.why for limit in limits(choice)}
+    for name in ("offload", *TRAINING):
+        by = search.request.fixed_by.get(name)
+        if not by and name not in ("offload", "optimizer"):
+            continue
+        why = cannot.get("--" + name.replace("_", "-"))
+        reason = (
+            f"asked by {by}" if by else "the default" if name != "offload" else "zplan's runtime keeps all on the GPU"
+        )
+        value = choice.offload.told() if name == "offload" else getattr(choice, name)
+        yield Decision(name, value, not by, f"{reason}; estimate only: {why}" if why else reason)
 
 
 _DEFAULTS: dict[str, str] = {
     "seq": "",
-    "optimizer": "two fp32 moments and an fp32 master weight",
     "precision": "16-bit weights with fp32 master weights and reduction",
     "attention": "torch's fused attention keeps no score matrix",
     "cross_entropy": "torch's, from whole logits in fp32; `fused` never holds them in full",
@@ -121,16 +218,7 @@ _DEFAULTS: dict[str, str] = {
 
 def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     c = row.choice
-    lower = rows[STAGES.index(c.stage) - 1] if c.stage else None
-    if not row.fits:
-        yield "stage", "nothing fits; this misses by least"
-    elif c.world_size == 1:
-        yield "stage", "one GPU has nobody to share with"
-    elif lower is None:
-        yield "stage", "it fits without sharding, which moves least"
-    else:
-        over = gib(-lower.spare_bytes)
-        yield "stage", f"the lowest that fits, so it moves least; stage {lower.choice.stage} is {over} over"
+    yield "stage", _stage_reason(search, row, rows)
     yield "checkpointing", _checkpointing_reason(search, row)
     train = search.request.get("global_batch")
     if train is None:
@@ -142,6 +230,8 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         what = "the largest that fits and divides" if row.fits else "the smallest that divides"
         yield "micro_batch", f"{what} {per_rank}"
         yield "accumulation", f"{per_rank} / {c.micro_batch}"
+    if not search.hardware.bf16:
+        yield "precision", f"{search.hardware.gpu} does not compute in bf16"
     yield from _link_reasons(search, c)
     if prefers_eager(search.model.arch):
         yield "attention", "its class refuses or masks torch's fused attention"
@@ -149,6 +239,24 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         yield "seq", "the default; an assumed shape has no limit"
     else:
         yield "seq", f"the smaller of {DEFAULT_SEQ} and the model's {search.seq_limit}"
+
+
+def _stage_reason(search: Search, row: Row, rows: Sequence[Row]) -> str:
+    c = row.choice
+    if not row.fits:
+        return "nothing fits; this misses by least"
+    if c.world_size == 1:
+        return "one GPU has nobody to share with"
+    lowest = next(r for r in rows if r.fits)
+    time, other = search.time(c), search.time(lowest.choice)
+    if row is not lowest and time is not None and other is not None:
+        more = format_percent(round(1e6 * (other.total - time.total)), round(1e6 * time.total))
+        return f"the fastest that fits; stage {lowest.choice.stage} takes {more} longer"
+    why = "it moves least" if time is None else "nothing that fits is faster by a hundredth"
+    if not c.stage:
+        return f"it fits without sharding, and {why}"
+    lower = rows[STAGES.index(c.stage) - 1]
+    return f"the lowest that fits, and {why}; stage {lower.choice.stage} is {over_by(lower)}"
 
 
 def _link_reasons(search: Search, c: Choice) -> Iterator[tuple[str, str]]:
@@ -175,7 +283,9 @@ def _checkpointing_reason(search: Search, row: Row) -> str:
             f"it fits without, and {format_percent(max(row.spare_bytes, 0), row.capacity_bytes)} of the card stay free"
         )
     without = search.row(replace(row.choice, checkpointing="none"))
-    if not without.fits:
-        return f"without it {gib(without.peak_bytes)} are needed, {gib(-without.spare_bytes)} more than the card has"
+    if without.spare_bytes < 0:
+        return f"without it {need(without)} are needed, {gib(-without.spare_bytes)} more than the card has"
     share = format_percent(without.spare_bytes, without.capacity_bytes)
+    if without.roomy:
+        return "it fits without too, but no faster"
     return f"without it only {share} of the card stay free; a tenth is kept"

@@ -169,11 +169,12 @@ class Schedule:
         """Units to come in this forward, the next one first."""
         return () if self.recording else self.order[self.at :]
 
-    def next_backward(self) -> str | None:
+    def next_backward(self) -> Sequence[str]:
+        """Units to come in this backward, the next one first."""
         if self.recording:
-            return None
+            return ()
         way = (self.order[i] for i in range(self.back, self.first.get(self.lowest, 0) - 1, -1))
-        return next((name for name in way if name not in self.around), None)
+        return [name for name in way if name not in self.around]
 
     def settle(self, seen: Sequence[Sequence[str]], rank: int) -> None:
         """End of the first training forward: fix the order, given what every rank ran.

@@ -9,9 +9,10 @@ import itertools
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from zplan.planner.buffers import handshake_numel
 from zplan.planner.errors import ZplanError
+from zplan.planner.saving import CHECKSUM_NUMEL
 from zplan.runtime.arena import Arena
 from zplan.runtime.mesh import Mesh
 from zplan.runtime.symmetric import Shared
@@ -27,6 +29,9 @@ from zplan.runtime.watchdog import Watchdog
 # torch 2.13 renamed both and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Watch = Callable[[Literal["gather", "reduce"]], AbstractContextManager[None]]
+"""Called around a collective."""
 
 _instances = itertools.count()
 """Engines of one process, which all ranks make in the same order: their store keys must not meet."""
@@ -48,6 +53,8 @@ class Collectives:
 
     def __init__(self, mesh: Mesh, arena: Arena, *, checked: bool) -> None:
         self.mesh, self.checked = mesh, checked and mesh.world_size > 1 and not _is_fake()
+        self.watch: Watch | None = None
+        """Times gathers and reduces; None for nobody."""
         self.sequence = 0
         self.meetings = 0
         self.instance = next(_instances)
@@ -64,13 +71,15 @@ class Collectives:
         """
         self._announce("all_gather", unit)
         if shared is not None:
-            shared.gather([full for full, _ in pieces])
+            with self._timed("gather"):
+                shared.gather([full for full, _ in pieces])
             return
         if self.on_gloo:
-            for full, own in pieces:
-                self.watchdog.wait(_all_gather(full, own, group=self.mesh.gathers, async_op=True))
+            with self._timed("gather"):
+                for full, own in pieces:
+                    self.watchdog.wait(_all_gather(full, own, group=self.mesh.gathers, async_op=True))
             return
-        with nullcontext() if len(pieces) == 1 else self._one_launch():
+        with self._timed("gather"), nullcontext() if len(pieces) == 1 else self._one_launch():
             for full, own in pieces:
                 _all_gather(full, own, group=self.mesh.gathers)
 
@@ -82,10 +91,12 @@ class Collectives:
         """Sum `full` over ranks and leave this rank's slice in `own`, which may be that slice of `full` itself."""
         self._announce("reduce_scatter", unit)
         if not self.on_gloo:
-            _reduce_scatter(own, full, group=self.mesh.reduces)
+            with self._timed("reduce"):
+                _reduce_scatter(own, full, group=self.mesh.reduces)
             return
         # gloo has no reduce-scatter: torch all-reduces a copy of `full`. The same without the copy.
-        self.watchdog.wait(dist.all_reduce(full, group=self.mesh.reduces, async_op=True))
+        with self._timed("reduce"):
+            self.watchdog.wait(dist.all_reduce(full, group=self.mesh.reduces, async_op=True))
         mine = full[self.mesh.rank * own.numel() : (self.mesh.rank + 1) * own.numel()]
         if mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
@@ -99,22 +110,28 @@ class Collectives:
         """
         self._announce("exchange", unit)
         if shared is not None:
-            shared.exchange(received, full)
+            with self._timed("reduce"):
+                shared.exchange(received, full)
             return
         if self.on_gloo:  # bytes are bytes; gloo's exchange has no 16-bit floats
             received, full = received.view(torch.uint8), full.view(torch.uint8)
-            work = dist.all_to_all_single(received, full, group=self.mesh.reduces, async_op=True)
-            self.watchdog.wait(work)
+            with self._timed("reduce"):
+                self.watchdog.wait(dist.all_to_all_single(received, full, group=self.mesh.reduces, async_op=True))
             return
-        dist.all_to_all_single(received, full, group=self.mesh.reduces)
+        with self._timed("reduce"):
+            dist.all_to_all_single(received, full, group=self.mesh.reduces)
 
     def all_reduce(self, tensor: Tensor, unit: str) -> None:
         """Sum over ranks, in place."""
         self._announce("all_reduce", unit)
-        if self.on_gloo:
-            self.watchdog.wait(dist.all_reduce(tensor, group=self.mesh.reduces, async_op=True))
-        else:
-            dist.all_reduce(tensor, group=self.mesh.reduces)
+        with self._timed("reduce"):
+            if self.on_gloo:
+                self.watchdog.wait(dist.all_reduce(tensor, group=self.mesh.reduces, async_op=True))
+            else:
+                dist.all_reduce(tensor, group=self.mesh.reduces)
+
+    def _timed(self, part: Literal["gather", "reduce"]) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch(part)
 
     def until_released(self, storage: weakref.ref[torch.UntypedStorage], *, limit_s: float = 1.0) -> None:
         """Wait until nobody holds a buffer that was just dropped.
@@ -211,6 +228,9 @@ def _is_fake() -> bool:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Order-independent sum of a tensor's bits, to compare replicas."""
+    """Order-independent sum of a tensor's bits, to compare replicas. Torch sums a copy in 64 bits, so part by part."""
     raw = tensor.detach().contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-    return int(raw.sum(dtype=torch.int64).item())
+    total = raw.new_zeros((), dtype=torch.int64)
+    for part in raw.reshape(-1).split(CHECKSUM_NUMEL):
+        total += part.sum(dtype=torch.int64)
+    return int(total.item())

@@ -20,7 +20,7 @@ from torch import Tensor
 from zplan.planner.errors import ZplanError
 from zplan.runtime import checkpoint_folder as folder
 from zplan.runtime import ds_import_files as files
-from zplan.runtime.checkpoint_format import ADAMW, FROZEN, RANGE_NUMEL, WEIGHT, FileRecord, Manifest, Range
+from zplan.runtime.checkpoint_format import FROZEN, RANGE_NUMEL, WEIGHT, FileRecord, Manifest, Range
 from zplan.runtime.checkpoint_ranges import NAMES
 from zplan.runtime.checkpoint_read import coverage_faults
 from zplan.runtime.checkpoint_write import Source, check_shared, write_rank
@@ -78,7 +78,7 @@ def import_deepspeed(
 def _check_ranks(found: files.Files, ranks: list[RankStates]) -> None:
     first = ranks[0]
     for path, rank in zip(found.optims, ranks, strict=True):
-        if (rank.stage, rank.step, len(rank.flat)) != (first.stage, first.step, len(first.flat)):
+        if (rank.stage, rank.step, rank.moments) != (first.stage, first.step, first.moments):
             raise ZplanError(
                 f"`{path}` is of stage {rank.stage} and step {rank.step}, and rank 0's file of {first.stage} and "
                 f"{first.step}",
@@ -120,7 +120,7 @@ def _ranges(state: str, name: str, start: int, values: Tensor) -> Iterator[Sourc
 
 
 def _trained(rank: RankStates, parts: list[Part]) -> Iterator[Source]:
-    for state in (WEIGHT, *ADAMW):
+    for state in (WEIGHT, *rank.moments):
         for p in parts:
             yield from _ranges(state, p.name, p.start, rank.flat[p.group][state][p.at : p.at + p.numel])
 

@@ -16,7 +16,7 @@ from zplan import __version__
 from zplan.planner.errors import ZplanError
 from zplan.runtime import checkpoint_folder as folder
 from zplan.runtime import ds_import_files as files
-from zplan.runtime.checkpoint_format import ADAMW, Manifest, Parameter
+from zplan.runtime.checkpoint_format import Manifest, Parameter
 from zplan.runtime.checkpoint_state import plain
 from zplan.runtime.ds_import_states import RankStates
 
@@ -98,21 +98,20 @@ def manifest_of(
     values = [v for v in raw["module"].values() if isinstance(v, Tensor) and v.is_floating_point()]
     precision = PRECISIONS.get(values[0].dtype, "fp32") if values else "fp32"
     if len({(g.get("lr"), g.get("weight_decay")) for g in states.groups}) > 1:
-        notes.append(
-            f"its {len(states.groups)} parameter groups have hyperparameters of their own: zplan has one group"
-        )
+        notes.append(f"its {len(states.groups)} parameter groups differ in hyperparameters: the new config decides")
     if raw.get("buffer_names"):
         notes.append(
             f"{len(raw['buffer_names'])} buffers of the module, such as `{raw['buffer_names'][0]}`, stay behind"
         )
     if raw.get("lr_scheduler"):
         notes.append("the schedule goes on from the step and from what the new config says of it")
+    applied = int(raw["global_steps"]) - int(raw.get("skipped_steps", 0))
     frozen = [Parameter(n, s, frozen=True) for n, s in model.frozen.items()]
     return Manifest(
         tag=folder.check_tag(tag),
         global_step=int(raw["global_steps"]),
         global_samples=int(raw["global_samples"]),
-        applied_steps=states.step,
+        applied_steps=applied if states.step is None else states.step,
         world_size=world_size,
         lr=lr,
         loss_scale=states.loss_scale if precision == "fp16" else None,
@@ -123,7 +122,7 @@ def manifest_of(
             "deepspeed": version,
         },
         model=_describe(config),
-        parameters=(*(Parameter(n, s, moments=ADAMW) for n, s in model.trained.items()), *frozen),
+        parameters=(*(Parameter(n, s, moments=states.moments) for n, s in model.trained.items()), *frozen),
         aliases=model.aliases,
         files=(),
         client_state=_client_state(raw, notes),

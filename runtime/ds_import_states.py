@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.checkpoint_format import ADAMW, WEIGHT
+from zplan.planner.optimizers import KINDS, RUNNABLE
+from zplan.runtime.checkpoint_format import WEIGHT
 from zplan.runtime.ds_import_files import Fragment, Scaler
 
 
@@ -23,8 +24,10 @@ class RankStates:
     ----------
     flat
         For each group (stages 1 and 2) or sub-group (stage 3): 1D fp32 tensors by state.
+    moments
+        The optimizer's own states, in the order in which zplan saves them.
     step
-        Steps that the optimizer took, skipped ones left out.
+        Steps that the optimizer took, skipped ones left out; None for one that does not count them.
     groups
         Hyperparameters of each optimizer group.
     partition_count
@@ -36,7 +39,8 @@ class RankStates:
 
     stage: int
     flat: tuple[Mapping[str, Tensor], ...]
-    step: int
+    moments: tuple[str, ...]
+    step: int | None
     groups: tuple[Mapping[str, Any], ...]
     partition_count: int
     loss_scale: tuple[float, ...] | None
@@ -55,7 +59,7 @@ def rank_states(path: Path, content: Mapping[str, Any]) -> RankStates:
     Raises
     ------
     ZplanError
-        When it is not of AdamW (or Adam) with fp32 masters.
+        When it is not of an optimizer that zplan has too, with fp32 masters.
     """
     opt = content.get("optimizer_state_dict")
     if not isinstance(opt, dict):
@@ -72,20 +76,21 @@ def rank_states(path: Path, content: Mapping[str, Any]) -> RankStates:
     weights = opt[masters]
     if len(states) != len(weights):
         raise _odd(path, f"has master weights of {len(weights)} groups and moments of {len(states)}")
+    moments = moments_of(path, states)
     flat, steps = [], set()
     for group, (weight, state) in enumerate(zip(weights, states, strict=True)):
-        flat.append(_flat(path, group, weight, state))
-        step = state.get("step", groups[min(group, len(groups) - 1)].get("step", opt.get("base_optimizer_state_step")))
-        if step is None:
-            raise _odd(path, f"does not say how many steps group {group} has taken")
-        steps.add(int(step))
-    if len(steps) != 1:
-        raise _odd(path, f"has groups that took {sorted(steps)} steps")
+        flat.append(_flat(path, weight, {name: state[name] for name in moments}))
+        where = groups[min(group, len(groups) - 1)]
+        steps.add(state.get("step", where.get("step", opt.get("base_optimizer_state_step"))))
+    if len({int(s) for s in steps if s is not None}) > 1:
+        raise _odd(path, f"has groups that took {sorted(map(int, steps))} steps")
+    step = next(iter(steps), None)
     count = opt.get("partition_count", 0)
     return RankStates(
         stage=stage,
         flat=tuple(flat),
-        step=steps.pop(),
+        moments=moments,
+        step=None if step is None else int(step),
         groups=tuple(groups),
         partition_count=max(count) if isinstance(count, (list, tuple)) else int(count),
         loss_scale=_loss_scale(opt.get("loss_scaler")),
@@ -101,20 +106,28 @@ def _by_group(path: Path, inner: Any) -> tuple[list[Mapping[str, Any]], list[Map
     groups = inner["param_groups"]
     order = [index for g in groups for index in g["params"]]
     missing = [index for index in order if index not in inner["state"]]
-    if missing:
+    if missing and any("betas" in g or g.get("momentum") for g in groups):
         raise _odd(path, f"has no optimizer states of group {missing[0]}: saved before the first step?")
-    return [inner["state"][index] for index in order], groups
+    return [inner["state"].get(index, {}) for index in order], groups  # plain SGD has none
 
 
-def _flat(path: Path, group: int, weight: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    found = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
-    if set(found) != set(ADAMW):
-        names = ", ".join(f"`{n}`" for n in sorted(found)) or "no states"
-        raise ZplanError(
-            f"`{path}` is of another optimizer than AdamW: group {group} has {names}",
-            "move the weights over instead: `zero_to_fp32.py --safe_serialization`, then `zplan run --weights`",
-        )
-    whole = {WEIGHT: weight, **found}
+def moments_of(path: Path, states: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Names of what the optimizer keeps of every element, which must be those of an optimizer that zplan runs."""
+    kept = [{k for k, v in state.items() if isinstance(v, Tensor) and v.dim()} for state in states]
+    known = [tuple(s.name for s in KINDS[name].states) for name in RUNNABLE]
+    for names in known:
+        if all(found == set(names) for found in kept):
+            return names
+    odd = next((found for found in kept if not any(found == set(names) for names in known)), kept[0])
+    said = ", ".join(f"`{n}`" for n in sorted(odd)) or "nothing"
+    raise ZplanError(
+        f"`{path}` is of an optimizer that zplan has not: it keeps {said}",
+        "move the weights over instead: `zero_to_fp32.py --safe_serialization`, then `zplan run --weights`",
+    )
+
+
+def _flat(path: Path, weight: Tensor, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    whole = {WEIGHT: weight, **moments}
     for name, tensor in whole.items():
         # Paddings are cut off masters and not always off moments.
         if tensor.dim() != 1 or tensor.numel() < weight.numel():

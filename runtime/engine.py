@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.fused import check_compiled
 from zplan.planner.placement import place_units, shards_states
+from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.arena import Arena
+from zplan.runtime.breakdown import Breakdown, telling_of
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.compiled import compile_forwards
@@ -31,10 +33,12 @@ from zplan.runtime.groups import Asked, Parameters, read_optimizer
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh
+from zplan.runtime.nonfinite import NonFinite, first_nonfinite
 from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.penalty import Penalty
+from zplan.runtime.precision import LossScaler, suspects_of
 from zplan.runtime.reducer import Reducer
-from zplan.runtime.schedule import Scheduler
+from zplan.runtime.schedule import Scheduler, TorchScheduler, scheduler_of
 from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned, Whole
@@ -63,6 +67,8 @@ class Engine(nn.Module):
         0-dim fp32 tensor on the device: gradient norm of the last step, averaged, before clipping.
     global_steps, global_samples
         Optimizer steps taken and sequences consumed by them, over all ranks; a loaded checkpoint's count goes on.
+    breakdown
+        Times of the parts of a step, where the config has `wall_clock_breakdown`; else None.
     on_phase
         Called with the ledger's name of each phase as it begins; None for nobody.
     """
@@ -117,7 +123,7 @@ class Engine(nn.Module):
         move_buffers(model, mesh.device)
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
-        self.streams = Streams(mesh.device)
+        self.streams = Streams(mesh.device, overlap=training.overlap)
         self.collectives = Collectives(mesh, self.arena, checked=checked)
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
@@ -126,13 +132,20 @@ class Engine(nn.Module):
         self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
         self.reducer.landed = self.optimizer.landed
         self._penalty = Penalty(self.optimizer, self.collectives)
-        self.scheduler = None if training.schedule is None else Scheduler(training.schedule, self.optimizer)
+        self.reducer.suspects = suspects_of(self.optimizer.scaler)
+        self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
+        """`initialize` puts a torch scheduler here."""
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         blocks_run = [f.module for f in found if f.unit.kind == "block"]
         check_compiled(self.choice)
         self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
+        self.hooks.ahead = training.prefetch_numel if training.overlap else 0
         self.on_phase = LISTENERS[-1] if LISTENERS else None
+        self.breakdown = Breakdown(mesh.device) if training.breakdown else None
+        if self.breakdown is not None:
+            self.collectives.watch = self.streams.watch = self.breakdown.span
+        self.telling = telling_of(self, training)
         self.global_steps = 0
         self.global_samples = 0
         self.checkpoints = Checkpoints(self)
@@ -157,6 +170,13 @@ class Engine(nn.Module):
     def grad_norm(self) -> Tensor:
         return self.optimizer.norm
 
+    def first_nonfinite(self) -> NonFinite | None:
+        """Where this rank's gradients of the last step were first not finite, or None. Waits for the device.
+
+        Every rank answers for its own slices: where one says None another may know.
+        """
+        return first_nonfinite(self.optimizer)
+
     @property
     def on_phase(self) -> Callable[[str], None] | None:
         return self.hooks.on_phase
@@ -178,7 +198,10 @@ class Engine(nn.Module):
         if self.choice.precision != "fp32":
             dtype = COMPUTE_DTYPE[self.choice.precision]
             args, kwargs = tree_map_only(Tensor, lambda t: _cast(t, dtype), (args, kwargs))
-        return self.module(*args, **kwargs)
+        if self.breakdown is None or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        with self.breakdown.span("forward"):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
         """Backward of one micro-step. The step averages over ranks and micro-steps; `loss` is returned as it is.
@@ -214,12 +237,13 @@ class Engine(nn.Module):
             return loss
         self.hooks.look_for_uses(loss)
         total = loss if num_tokens is None else loss * num_tokens
-        if self.optimizer.scaler is None:
-            total.backward(retain_graph=retain_graph)
-        else:
-            # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32, since
-            # fp16 ends at 65,504.
-            total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
+        with nullcontext() if self.breakdown is None else self.breakdown.span("backward"):
+            if self.optimizer.scaler is None:
+                total.backward(retain_graph=retain_graph)
+            else:
+                # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
+                # since fp16 ends at 65,504.
+                total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
         self.sentinels.show()
         return loss
 
@@ -246,19 +270,11 @@ class Engine(nn.Module):
         self.sentinels.hide()
         self.hooks.phase("step")
         if self.optimizer.scaler is not None:
-            self.optimizer.scaler.check(self.global_steps)
+            self._check_scale(self.optimizer.scaler)
         if self.scheduler is not None:
             self.scheduler.before_step()
-        self._penalty.apply()
-        self.optimizer.measure(self.collectives)
-        # What the next forward needs first is updated first, and gathered while the rest is updated.
-        first, rest = self.hooks.split_schedule(FIRST_UNITS)
-        for units in (first, rest):
-            self.optimizer.update(units)
-            self.gatherer.invalidate(units)
-            for unit in first if units is first else ():
-                self.gatherer.prefetch(unit)
-        self.hooks.open_early()
+        with nullcontext() if self.breakdown is None else self.breakdown.span("step"):
+            self._update()
         if self.scheduler is not None:
             self.scheduler.count()
         if self.optimizer.scaler is not None:
@@ -270,6 +286,32 @@ class Engine(nn.Module):
         self.global_samples += self.choice.global_batch
         self._check_replicas()
         self.hooks.phase("idle")
+        if self.telling is not None:
+            self.telling.after_step()
+
+    def _check_scale(self, scaler: LossScaler) -> None:
+        """Raise where the last step overflowed at the minimum scale; look closer while that may happen."""
+        suspects = self.reducer.suspects
+        assert suspects is not None
+
+        def first() -> str:
+            # Every rank has the same scale, so all ask together.
+            return suspects.told(self.collectives.exchange(suspects.before)) if suspects.looked else ""
+
+        scaler.check(self.global_steps, first)
+        suspects.looking = scaler.near_end()
+
+    def _update(self) -> None:
+        self._penalty.apply()
+        self.optimizer.measure(self.collectives)
+        # What the next forward needs first is updated first, and gathered while the rest is updated.
+        first, rest = self.hooks.split_schedule(FIRST_UNITS)
+        for units in (first, rest):
+            self.optimizer.update(units)
+            self.gatherer.invalidate(units)
+            for unit in first if units is first and self.hooks.ahead != 0 else ():
+                self.gatherer.prefetch(unit)
+        self.hooks.open_early()
 
     def penalty(self, *, l1: float = 0.0, l2: float = 0.0) -> Tensor:
         """Add `l1 * sum(|p|) + l2 * sum(p**2)` over all trained parameters to the loss of the coming step.
@@ -505,8 +547,11 @@ def _transport(training: TrainingConfig, mesh: Mesh) -> Transport:
 
 
 def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
-    """The planner's `Choice` for what this process will allocate. `seq` stands for what the config says, else 0."""
-    return Choice(
+    """The planner's `Choice` for what this process will allocate; refused where a key of it can't be run.
+
+    `seq` stands for what the config says, else 0.
+    """
+    choice = Choice(
         stage=training.stage,
         world_size=mesh.world_size,
         micro_batch=training.micro_batch,
@@ -514,15 +559,23 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         seq=training.seq or 0,
         precision=training.precision,
         checkpointing=training.checkpointing,
+        checkpoint_every=training.checkpoint_every,
+        checkpoint_offload=training.checkpoint_offload,
+        padded=training.padded,
         attention=training.attention,
         cross_entropy=training.cross_entropy,
         kernels=training.kernels,
         ring_slots=training.ring_slots,
         piece_numel=training.piece_numel,
+        persist_numel=training.persist_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
         compile=training.compile,
         transport=_transport(training, mesh),
         reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),
         saving=training.saving,
         optimizer=training.optimizer,
+        reduce_dtype=training.reduce_dtype,
+        offload=training.offload,
     )
+    refuse_unrunnable(choice)
+    return choice

@@ -7,13 +7,13 @@ calls.py). Frozen parameters, which backward needs for the gradient of the input
 is told from autograd's own state: a graph task is running.
 
 [Note: schedule] The order of units is fixed by the first training forward. Later ones are held to it, and prefetch
-follows it: the next unit in forward, the one before in backward. Under `no_grad` units gather on demand.
+follows it: the next units in forward, those before in backward. Under `no_grad` units gather on demand.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from zplan.runtime.calls import Call, Calls, Schedule
 from zplan.runtime.detect import Found
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.reducer import Reducer
-from zplan.runtime.unit import FlatUnit
+from zplan.runtime.unit import FlatUnit, Slot
 from zplan.runtime.uses import Spans, uses_outside
 
 PhaseListener = Callable[[str], None]
@@ -58,6 +58,8 @@ class Hooks:
         around = frozenset(f.unit.name for f in found if any(m in modules for m in list(f.module.modules())[1:]))
         self.calls, self.schedule = Calls(), Schedule([f.unit.name for f in found], around, lowest)
         self.running: list[tuple[str, Call | None]] = []
+        self.ahead: int | None = None
+        """Elements to gather ahead (`stage3_prefetch_bucket_size`); 0 for none, None for one unit."""
         self.depth = 0
         self.training = False
         """In a forward of the whole model that backward will follow."""
@@ -194,16 +196,31 @@ class Hooks:
         if self.spans is not None:
             self.spans.enter(name)
         if self.training:
-            for upcoming in self._upcoming():
-                self._prefetch(upcoming)
+            self._prefetch_ahead(self.schedule.next_forward(), backward=False)
 
-    def _upcoming(self) -> Iterator[str]:
-        """What to gather while this unit computes: the next one, and beyond it where that is too short to hide any."""
-        for name in self.schedule.next_forward():
-            yield name
-            needed = self.needs[name]
-            if any(unit.slot is not None for unit in needed) or sum(unit.layout.numel for unit in needed) >= LIGHT:
+    def _prefetch_ahead(self, names: Iterable[str], *, backward: bool) -> None:
+        """Gather what comes while this unit computes: as many elements as the config says, but one unit at least.
+
+        Where it says nothing that is one unit in all, and beyond it where that is too short to hide any gather. The
+        first that finds no free slot ends it, so that all ranks gather in schedule order.
+        """
+        left = 1 if self.ahead is None else self.ahead
+        taken: set[Slot] = set()
+        for name in names:
+            if left <= 0:
                 return
+            needed = list(self._read(name, backward=backward))
+            if not all(unit.slot not in taken and self._can_gather(unit) for unit in needed):
+                return
+            taken.update(unit.slot for unit in needed if unit.slot is not None)
+            for unit in needed:
+                self.gatherer.prefetch(unit)
+            numel = sum(unit.layout.numel for unit in needed)
+            if numel >= LIGHT or any(unit.slot is not None for unit in needed):
+                left -= numel
+
+    def _can_gather(self, unit: FlatUnit) -> bool:
+        return unit.valid or self.gatherer.can_prefetch(unit)
 
     def _follow(self, name: str) -> None:
         """Hold a training forward to the schedule: take part in the gathers of units that were skipped."""
@@ -286,11 +303,6 @@ class Hooks:
             return False
         return any(other is not unit and other.slot is unit.slot for n in rest for other in self.own[n])
 
-    def _prefetch(self, name: str | None, *, backward: bool = False) -> None:
-        for unit in self._read(name, backward=backward):
-            if self.gatherer.can_prefetch(unit):
-                self.gatherer.prefetch(unit)
-
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def _begin_backward(self, call: Call) -> None:
@@ -307,7 +319,7 @@ class Hooks:
         self.phase(f"backward.{name}")
         self._open(name, backward=True)
         if name not in self.schedule.around:
-            self._prefetch(self.schedule.next_backward(), backward=True)
+            self._prefetch_ahead(self.schedule.next_backward(), backward=True)
 
     def _go_back(self, name: str | None) -> None:
         """Before the backward of a call (or the end): the collectives of all units on the way to it, in schedule order.
@@ -317,7 +329,7 @@ class Hooks:
         for skipped, position in self.schedule.way_back(name):
             self._close_spent(position)
             self._fetch(skipped, backward=True)
-            self._prefetch(self.schedule.next_backward(), backward=True)
+            self._prefetch_ahead(self.schedule.next_backward(), backward=True)
         if name is not None and name not in self.schedule.around:
             self._close_spent(self.schedule.back + 1)
 

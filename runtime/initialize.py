@@ -19,7 +19,7 @@ from zplan.runtime.groups import Asked, Parameters
 from zplan.runtime.materialize import Initializer
 from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedOptimizer
-from zplan.runtime.schedule import Scheduler
+from zplan.runtime.schedule import Given, Scheduler, TorchScheduler
 from zplan.runtime.summon import Whole
 from zplan.runtime.weights import WeightFolder
 
@@ -38,7 +38,8 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     checked: bool | None = None,
     units: Sequence[str] | None = None,
     resident: Sequence[str] = (),
-) -> tuple[Engine, ShardedOptimizer, Any, Scheduler | None]:
+    lr_scheduler: Given | None = None,
+) -> tuple[Engine, ShardedOptimizer, Any, Scheduler | TorchScheduler | None]:
     """Turn a module into an engine that trains it under a plan or config.
 
     Parameters
@@ -75,11 +76,14 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     resident
         Patterns of unit names that stage 3 keeps whole, since they are read outside their own forward or in a changing
         order.
+    lr_scheduler
+        A torch scheduler, or a function that makes one of an optimizer, instead of the config's `scheduler`. The engine
+        moves it, by applied steps only.
 
     Returns
     -------
     tuple
-        `(engine, optimizer, loader, scheduler)`; the scheduler is None where the config has no `scheduler`.
+        `(engine, optimizer, loader, scheduler)`; the scheduler is None where there is none.
 
     Raises
     ------
@@ -89,22 +93,32 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     if checked is None:
         checked = os.environ.get("ZPLAN_CHECK", "0") not in ("", "0")
     mesh = join(pretend_world=world)
-    _say_if_reserved_may_grow(mesh)
-    training = _training_config(config, model, mesh)
-    engine = Engine(
-        model,
-        training,
-        mesh,
-        init=init,
-        seed=seed,
-        checked=checked,
-        units=units,
-        resident=resident,
-        optimizer=optimizer,
-        parameters=model_parameters,
-        weights=None if weights is None else WeightFolder(weights),
-    )
-    loader = None if training_data is None else _loader(training_data, engine, seed)
+    engine = None
+    try:
+        _say_if_reserved_may_grow(mesh)
+        training = _training_config(config, model, mesh)
+        if lr_scheduler is not None and training.schedule is not None:
+            raise ZplanError("both the config's `scheduler` and `lr_scheduler` are given", "drop one of the two")
+        engine = Engine(
+            model,
+            training,
+            mesh,
+            init=init,
+            seed=seed,
+            checked=checked,
+            units=units,
+            resident=resident,
+            optimizer=optimizer,
+            parameters=model_parameters,
+            weights=None if weights is None else WeightFolder(weights),
+        )
+        if lr_scheduler is not None:
+            engine.scheduler = TorchScheduler(lr_scheduler, engine.optimizer)
+        loader = None if training_data is None else _loader(training_data, engine, seed)
+    except BaseException:
+        # What is refused must not leave a group behind that the next call can't join.
+        (mesh if engine is None else engine).close()
+        raise
     return engine, engine.optimizer, loader, engine.scheduler
 
 
@@ -125,12 +139,15 @@ def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingCo
         config = os.environ.get("ZPLAN_PLAN")
         if config is None:
             raise ZplanError("`initialize` needs a config", "pass `config=`: a plan, a path, or a mapping")
-    if isinstance(config, Mapping):
-        return from_mapping(config, world_size=mesh.world_size)
     from zplan.planner.plan_file import Plan, load_config
 
     if isinstance(config, (str, Path)):
         config = load_config(Path(config))
+    if isinstance(config, Mapping):
+        training = from_mapping(config, world_size=mesh.world_size)
+        for note in training.notes if mesh.rank == 0 else ():
+            sys.stderr.write(f"zplan: {note}\n")
+        return training
     if isinstance(config, Plan):
         _check_plan(config, model, mesh)
         return config.training

@@ -260,6 +260,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         return u.layout.pieces if shards_states(self.choice) else (None,)
 
+    def ranges(self, u: FlatUnit) -> list[tuple[int, int]]:
+        """`(start, end)` in a unit's flat buffer of each slice that this rank updates."""
+        return [(0, u.layout.padded_numel) if p is None else u.layout.own(p, u.rank) for p in self._pieces(u)]
+
     def _slice(self, u: FlatUnit, tensor: Tensor, piece: Piece | None) -> Tensor:
         """A rank's slice of one piece in a tensor of full length or of the shard's."""
         if piece is None:

@@ -2,9 +2,15 @@
 
 See [Note: loss scale] in `planner/loss_scale.py`. That the scale can't fall any further is a late read
 (`runtime/late.py`), so the error comes one step after its cause.
+
+[Note: suspects] The error names the parameter that was first. Which rank's gradient it was is known only before the sum
+over ranks, and looking costs a pass and a wait, so it is done only where the next skipped step could be the last: the
+scale, known one step late, is within two halvings of its minimum.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +19,7 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import NUM_SCALARS, LossScale
 from zplan.runtime.arena import Arena
 from zplan.runtime.late import LateRead
+from zplan.runtime.unit import FlatUnit
 
 
 class LossScaler:
@@ -34,6 +41,8 @@ class LossScaler:
         # Steps since the last overflow, which counts as step -1 at the start.
         self._age.fill_(1.0)
         self._stuck = LateRead(self._failed)
+        self._late_scale = LateRead(self.scale)
+        self._late_scale.copy()
 
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
@@ -58,6 +67,11 @@ class LossScaler:
         self._left.add_(spare.copy_(self._left).neg_().add_(float(s.hysteresis)).mul_(refill))
         self._age.mul_(self._good).add_(1.0)
         self._stuck.copy()
+        self._late_scale.copy()
+
+    def near_end(self) -> bool:
+        """Whether the step after next could overflow at the minimum. See [Note: suspects]."""
+        return not self.settings.static and self._late_scale.read() <= 4.0 * self.settings.minimum
 
     def state(self) -> list[float]:
         """What a checkpoint keeps: scale, tolerance left, age. Waits for the device."""
@@ -71,11 +85,86 @@ class LossScaler:
             tensor.fill_(value)
         self._failed.zero_()
         self._stuck.copy()
+        self._late_scale.copy()
 
-    def check(self, step: int) -> None:
-        """Raise when the step before this one overflowed at the minimum scale."""
+    def check(self, step: int, first: Callable[[], str] = str) -> None:
+        """Raise when the step before this one overflowed at the minimum scale.
+
+        Parameters
+        ----------
+        first
+            Says where the first value was that is not finite; empty where nobody looked.
+        """
         if self._stuck.read():
+            where = first()
             raise ZplanError(
-                f"gradients of optimizer step {step} overflowed at the minimum loss scale {self.settings.minimum}",
+                f"gradients of optimizer step {step} overflowed at the minimum loss scale {self.settings.minimum}"
+                + (f": {where}" if where else ""),
                 "train in bf16, lower the learning rate, or lower `min_loss_scale`",
             )
+
+
+class Suspects:
+    """This rank's first gradient of each step that is not finite, as it was before the sum over ranks.
+
+    Attributes
+    ----------
+    looking
+        Whether gradients are looked at; each look waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self.looking = False
+        self.micro_step = 0
+        self.place = 0
+        """Units looked at in this backward."""
+        self.now = ""
+        """First of the step that is under way: micro-step, place in the order of reduces, parameter, unit."""
+        self.before = ""
+        """First of the step before."""
+        self.looked = False
+        """Whether that step was looked at."""
+
+    def look(self, unit: FlatUnit, grads: Sequence[Tensor | None]) -> None:
+        """Note the unit's first gradient that is not finite, unless an earlier unit had one."""
+        self.place += 1
+        if self.now:
+            return
+        for grad, entry in zip(grads, unit.layout.entries, strict=True):
+            if grad is not None and grad.numel() and not _finite(grad):
+                self.now = f"{self.micro_step}|{self.place}|{entry.name}|{unit.name}"
+                return
+
+    def end_backward(self) -> None:
+        self.micro_step, self.place = self.micro_step + 1, 0
+
+    def end_step(self) -> None:
+        self.before, self.now, self.looked = self.now, "", self.looking
+        self.micro_step = self.place = 0
+
+    def told(self, said: Sequence[str]) -> str:
+        """In words, what `before` of all ranks, in rank order, comes to: the earliest, and the lowest rank of it."""
+        found = []
+        for rank, text in enumerate(said):
+            if text:
+                micro_step, place, name, unit = text.split("|")
+                found.append((int(micro_step), int(place), rank, name, unit))
+        if not found:
+            return "every rank's own gradients were finite, their sum was not"
+        micro_step, _, rank, name, unit = min(found)
+        return f"first in `{name}` of unit `{unit}` on rank {rank}, micro-step {micro_step + 1}"
+
+
+def suspects_of(scaler: LossScaler | None) -> Suspects | None:
+    """For fp16 training; looking already where the scale begins near its minimum."""
+    if scaler is None:
+        return None
+    suspects = Suspects()
+    suspects.looking = scaler.near_end()
+    return suspects
+
+
+def _finite(grad: Tensor) -> bool:
+    """Without a temporary of the gradient's size: least and greatest value carry infinities and NaN along."""
+    low, high = torch.aminmax(grad.detach())
+    return bool((low - low == 0) & (high - high == 0))

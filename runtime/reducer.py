@@ -29,6 +29,7 @@ from zplan.planner.config import Choice
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.materialize import COMPUTE_DTYPE
+from zplan.runtime.precision import Suspects
 from zplan.runtime.streams import Streams
 from zplan.runtime.symmetric import Shared
 from zplan.runtime.unit import FlatUnit
@@ -63,6 +64,8 @@ class Reducer:
         """A forward has run since the last micro-step ended: the next backward is that of another micro-step."""
         self.forwarded = False
         """A forward has run since the last backward."""
+        self.suspects: Suspects | None = None
+        """Looks at gradients before the sum over ranks; None outside fp16."""
         self.held = False
         """More backward calls of this micro-step follow (`no_sync`): whole gradients wait for the sum over ranks."""
         self.exchanges = choice.reduce == "exchange"
@@ -118,6 +121,8 @@ class Reducer:
             self._reduce(self.order[self.next])
             self.next += 1
         self._end_pass()
+        if self.suspects is not None:
+            self.suspects.end_backward()
         self.forwarded = False
         if self.fresh and not self.held:
             self.micro_step += 1
@@ -125,6 +130,8 @@ class Reducer:
 
     def drop(self) -> None:
         """After the optimizer step: late gradients go, persistent ones stay to be overwritten."""
+        if self.suspects is not None:
+            self.suspects.end_step()
         self.micro_step = 0
         for u in self.units:
             u.filled = u.summed = False
@@ -172,6 +179,8 @@ class Reducer:
             if self.exchanges:
                 self.received = self.arena.take("grads.received", self.slot_numel, dtype)
         landed = unit.release_grads()
+        if self.suspects is not None and self.suspects.looking:
+            self.suspects.look(unit, landed)
         here = self.streams.mark()
         with self.streams.on(self.streams.reduce):
             self.streams.wait(here)

@@ -14,6 +14,7 @@ import numpy as np
 from zplan.planner.errors import ZplanError
 from zplan.planner.plan_file import Plan, load_plan
 from zplan.planner.predict import predict
+from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime import preflight
 from zplan.runtime.data import Corpus, check_enough, find_files, prepare
 from zplan.runtime.job import Job
@@ -115,16 +116,20 @@ def run_script(path: Path, script: Path, arguments: list[str]) -> None:
     """Run a program of the user's on the plan's ranks."""
     if not script.is_file():
         raise ZplanError(f"there is no script `{script}`", "zplan run plan.json train.py ARGS...")
-    plan, gpus = look(path)
+    plan, gpus = look(path, script=True)
     with tempfile.TemporaryDirectory(prefix="zplan-") as name:
         job = Job("script", Path(name), path.resolve(), script=script, arguments=tuple(arguments))
         launch(WORKER, [str(job.write())], world_size=plan.choice.world_size, folder=job.folder, cpu=not gpus)
 
 
-def look(path: Path, *, world: int | None = None) -> tuple[Plan, int]:
-    """The plan, and how many GPUs its ranks will use here (0 for CPU ranks); refused when it can't run here and now."""
+def look(path: Path, *, world: int | None = None, script: bool = False) -> tuple[Plan, int]:
+    """The plan, and how many GPUs its ranks will use here (0 for CPU ranks); refused when it can't run here and now.
+
+    A script brings a module of its own, so limits of zplan's own decoders do not hold there.
+    """
     preflight.require_torch()
     plan = load_plan(path)
+    refuse_unrunnable(plan.choice, None if script else plan.spec)
     gpus = 0 if plan.choice.device == "cpu" else preflight.num_gpus()
     ranks = plan.choice.world_size if world is None else 1
     if gpus and world is None:

@@ -145,7 +145,11 @@ class Run:
         )
         self.saved: int | None = None
         self.evaluated: int | None = None
-        self.progress = Progress(job.steps, job.print_every)
+        asked = engine.training_config
+        every = asked.steps_per_print if "steps_per_print" in asked.given else job.print_every
+        self.progress = Progress(job.steps, every)
+        if engine.telling is not None:
+            engine.telling.progress = False  # this loop tells more
         self.follow(meter)
 
     def follow(self, meter: Meter | None) -> None:

@@ -63,7 +63,8 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
     def after(name):
         def hook(module, args, out):
             if not recomputing():
-                out.register_hook(lambda grad: registry.enter(f"backward.{name}"))
+                if out.requires_grad:
+                    out.register_hook(lambda grad: registry.enter(f"backward.{name}"))
                 if name == "head":
                     registry.enter("loss")
 
@@ -82,17 +83,18 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
                 for p in params:
                     p.grad = None
                 if params[0] is first:
-                    retained.clear()
+                    torch.autograd.Variable._execution_engine.queue_callback(retained.clear)
 
         return hook
 
-    first = next(modules["embed"].parameters())
+    # What is frozen lands nowhere; the unit of the first trained parameter is the last to land.
+    first = next(p for module in modules.values() for p in module.parameters() if p.requires_grad)
     taken: set[nn.Parameter] = set()
     for name, module in modules.items():
         module.register_forward_pre_hook(before(name))
         module.register_forward_hook(after(name))
         # A tied weight belongs to the first unit that uses it.
-        params = [p for p in module.parameters() if p not in taken]
+        params = [p for p in module.parameters() if p not in taken and p.requires_grad]
         taken.update(params)
         hook = reduce(name, params)
         for p in params:

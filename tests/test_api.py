@@ -47,7 +47,8 @@ def test_json_holds_exact_bytes(headline):
     picked = found["stages"][3]
     kinds = sum(picked[f"{kind}_bytes"] for kind in ("states", "buffers", "activations", "overhead"))
     assert kinds == picked["peak_bytes"] == headline.peak_bytes
-    assert sum(x["nbytes"] * x["live_at_peak"] for x in found["lines"]) == headline.peak_bytes
+    device = [x for x in found["lines"] if x["tier"] == "device"]
+    assert sum(x["nbytes"] * x["live_at_peak"] for x in device) == headline.peak_bytes
     assert found["model"]["num_params"] == 7 * 10**9 > found["model"]["shape_num_params"]
     assert found["not_counted"] and found["asked"] == {"params": "7e9", "gpus": 8, "mem": 24}
 
@@ -91,13 +92,19 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_way_out():
 @pytest.mark.parametrize(
     ("asked", "message", "hint"),
     [
-        ({"offload": "cpu"}, "`--offload cpu` is not built yet", "--offload none"),
+        ({"offload_ratio": 0.5}, "`--offload-ratio 0.5` offloads nothing", "add --offload cpu"),
+        ({"offload": "cpu", "offload_ratio": 0}, "`--offload-ratio 0` is no share", "above 0 and up to 1"),
+        ({"offload": "cpu", "offload_ratio": True}, "`--offload-ratio True` is no share", "above 0 and up to 1"),
+        ({"offload": "cpu", "offload_params": "cpu", "stage": 2}, "`--offload-params cpu` needs", "--stage 3"),
         ({"offload": "disk"}, "`--offload disk` is unknown", "--offload none"),
-        ({"optimizer": "lamb"}, "`--optimizer lamb` is not built yet", "adamw"),
+        ({"offload": "cpux"}, "`--offload cpux` is unknown", "cpu"),
+        ({"offload_params": "disk"}, "`--offload-params disk` is unknown", "--offload-params none"),
+        ({"offload_params": "cpu"}, "`--offload-params cpu` leaves the larger optimizer", "add --offload cpu"),
+        ({"reduce_dtype": "fp8"}, "`--reduce-dtype fp8` is unknown", "fp32, bf16"),
         ({"optimizer": "adamww"}, "`--optimizer adamww` is unknown", "did you mean `adamw`?"),
         ({"precision": "fp8"}, "`--precision fp8` is not built yet", "bf16, fp16 or fp32"),
         ({"precision": "bf61"}, "`--precision bf61` is unknown", "did you mean `bf16`?"),
-        ({"checkpointing": "selective"}, "`--checkpointing selective` is unknown", "none, full"),
+        ({"checkpointing": "half"}, "`--checkpointing half` is unknown", "none, selective, full"),
         ({"attention": "flash"}, "`--attention flash` is unknown", "sdpa, eager"),
         ({"stage": 4}, "`--stage 4` is no ZeRO stage", "0, 1, 2 or 3"),
         ({"micro_batch": 0}, "`--micro-batch 0` is not a whole number of at least 1", "1 or more"),
@@ -197,7 +204,7 @@ def test_remedies_of_a_model_without_activations_claim_no_fit():
 
 
 def test_notes_of_config_and_model_come_along():
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage3_prefetch_bucket_size": 5e7}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"sub_group_size": 5e7}}
     found = zplan.estimate("gpt2", gpus=8, mem=24, config=config)
     assert any("changes nothing" in n for n in found.notes) and any("dropout" in n for n in found.notes)
     found = zplan.estimate("llama-2-7b", gpus=8, mem=80, seq=8192)

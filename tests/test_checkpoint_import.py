@@ -116,6 +116,32 @@ def test_what_else_moves_over(tmp_path):
     assert any("`rows` stay behind" in n for n in found.notes) and any("`seen`, stay behind" in n for n in found.notes)
 
 
+@pytest.mark.parametrize("kept", [("exp_avg",), ("momentum_buffer",), ("sum",), ()], ids=str)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_moments_of_other_optimizers_arrive_by_their_names(tmp_path, kept, stage):
+    """Lion, SGD with momentum, Adagrad, SGD. SGD counts no steps: those of the engine stand, less the skipped."""
+    want = content()
+    source = ds.write(tmp_path / "ds", want, stage, 2)
+    inner = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    for path in (source / "global_step7").glob("*optim_states.pt"):
+        with ds.deepspeed_names():
+            raw = torch.load(path, weights_only=False)
+            for group in raw["optimizer_state_dict"][inner]["state"].values():
+                values, _ = group.pop("exp_avg"), (group.pop("exp_avg_sq"), group.pop("step"))
+                group |= dict.fromkeys(kept, values)
+            if not kept:
+                raw["optimizer_state_dict"][inner]["state"] = {}  # as torch's SGD has it
+            torch.save(raw, path)
+    found = import_deepspeed(source, tmp_path / "z")
+    assert found.manifest.applied_steps == 7
+    with Checkpoint(found.path) as checkpoint:
+        for p in checkpoint.manifest.parameters:
+            assert p.frozen or p.moments == kept
+            for state in () if p.frozen else kept:
+                got = torch.from_numpy(checkpoint.whole(state, p.name, p.numel).copy())
+                assert torch.equal(got, want.states[p.name][1].reshape(-1))
+
+
 # --- going on --------------------------------------------------------------------------------------------------------
 
 
@@ -312,18 +338,20 @@ FAULTS: dict[str, tuple[Any, str]] = {
         lambda f: change(
             f / optim(0),
             base_optimizer_state={
-                "state": {0: {"step": 7, "momentum_buffer": torch.zeros(9)}},
+                "state": {0: {"step": 7, "exp_inf": torch.zeros(240)}},
                 "param_groups": [{"params": [0]}],
             },
         ),
-        r"of another optimizer than AdamW: group 0 has `momentum_buffer`",
+        r"of an optimizer that zplan has not: it keeps `exp_inf`",
     ),
     "other places": (
         lambda f: change(f / optim(0), param_slice_mappings=[{}]),
         r"puts `embed.weight` at None of its slice, and its parameters' sizes at \(0, 240\)",
     ),
     "no states": (
-        lambda f: change(f / optim(0), base_optimizer_state={"state": {}, "param_groups": [{"params": [0]}]}),
+        lambda f: change(
+            f / optim(0), base_optimizer_state={"state": {}, "param_groups": [{"params": [0], "betas": (0.9, 0.99)}]}
+        ),
         "saved before the first step",
     ),
 }

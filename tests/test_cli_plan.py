@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_not_written(run, tmp_path):
     ("args", "said"),
     [
         (["--global-batch", "7"], "hint: use 6 or 8"),
-        (["--optimizer", "sgd"], "`--optimizer sgd` is not built yet"),
+        (["--optimizer", "sgdd"], "`--optimizer sgdd` is unknown"),
         (["-o", "missing/plan.json"], "cannot be written"),
         (["-o", "ds_config.json"], "use -o plan.json"),
     ],

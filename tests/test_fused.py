@@ -112,6 +112,3 @@ def test_what_is_not_there_is_refused():
         predict(GPT2, replace(choose(3, 10), kernels="fused"))
     with pytest.raises(ZplanError, match="exclude each other"):
         predict(LLAMA, replace(choose(3, 10), kernels="fused", compile=True))
-    qwen = replace(LLAMA, family="qwen3")
-    with pytest.raises(ZplanError, match="makes its logits itself"):
-        predict(qwen, replace(choose(3, 10), cross_entropy="fused"))

@@ -140,11 +140,15 @@ def observed(config: dict, choice: Choice) -> dict[str, int]:
         states = registry.live_bytes
         registry.enter("forward.embed")
         inputs, labels = torch.randint(3, 100, shape), torch.randint(3, 100, shape)
-        loss = model(input_ids=inputs, labels=labels).loss
+        mask = None
+        if choice.padded:
+            mask = torch.ones(shape, dtype=torch.int64)
+            mask[0, -1] = 0
+        loss = model(input_ids=inputs, labels=labels, attention_mask=mask).loss
         registry.enter("backward.loss")
         loss.backward()
         registry.enter("step")
-        del inputs, labels, loss
+        del inputs, labels, loss, mask
         registry.enter("idle")
     assert registry.live_bytes == states, "something outlived the step"
     return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}
@@ -212,3 +216,58 @@ def test_layers_of_two_kinds_are_not_counted():
     for changes, expected in (({}, True), ({"decoder_sparse_step": 2}, False)):
         arch, _ = read_architecture(config | changes, "m")
         assert counted(ModelSpec("m", decoder_units(arch), arch)) is expected
+
+
+DROPPED = {
+    "opt": {"dropout": 0.1, "attention_dropout": 0.1},
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "gpt_neox, serial": {"hidden_dropout": 0.1},
+    "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1},
+    "phi3": {"resid_pdrop": 0.1},
+    "qwen2": {"attention_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("kind", [(3, 10, "bf16", "none", "eager"), (2, 9, "fp32", "full", "eager")])
+def test_dropout_equals_what_an_observer_sees(name, kind):
+    config, choice = SMALL | CASES[name] | DROPPED[name], choose(*kind)
+    expected, seen = predicted(config, choice), observed(config, choice)
+    del expected["idle"]
+    wrong = {p: (n, seen.get(p, 0)) for p, n in expected.items() if n != seen.get(p, 0)}
+    assert not wrong, wrong
+
+
+def test_dropout_of_fused_attention():
+    config = SMALL | CASES["bert"] | {"attention_probs_dropout_prob": 0.1}
+    with pytest.raises(ZplanError, match="fused attention on a CPU takes no dropout"):
+        predicted(config, choose(1, 8, "bf16", "none"))
+    # On a GPU it keeps a seed, which is there without dropout too.
+    gpu = replace(choose(2, 64, "bf16", "none"), device="cuda")
+    assert predicted(config, gpu) == predicted(config | {"attention_probs_dropout_prob": 0.0}, gpu)
+
+
+def test_masks_of_dropout_on_a_gpu_are_bytes():
+    config, choice = SMALL | CASES["opt"], replace(choose(2, 64, "bf16", "none"), device="cuda")
+    turn = {p: predicted(config | {"dropout": p}, choice)["loss"] for p in (0.0, 0.1)}
+    hidden = 2 * 64 * SMALL["hidden_size"]
+    # Two masks a layer; the sums that follow need nothing of what was dropped.
+    assert turn[0.1] - turn[0.0] == 2 * SMALL["num_hidden_layers"] * hidden
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "opt", "phi", "olmo2"])
+@pytest.mark.parametrize("kind", [(3, 10, "bf16", "none", "sdpa"), (2, 9, "fp32", "full", "sdpa")])
+def test_padded_batches_equal_what_an_observer_sees(name, kind):
+    """All but the embedding's phase, where each class makes its mask in its own way."""
+    config, choice = SMALL | CASES[name], replace(choose(*kind), padded=True)
+    expected, seen = predicted(config, choice), observed(config, choice)
+    wrong = {p: (expected[p], n) for p, n in seen.items() if p != "forward.embed" and expected[p] != n}
+    assert not wrong, wrong
+
+
+def test_a_mask_is_kept_by_every_layer():
+    config, choice = SMALL | CASES["qwen2"], replace(choose(2, 64, "bf16", "none"), device="cuda")
+    packed, padded = predicted(config, choice), predicted(config, replace(choice, padded=True))
+    bias = 2 * 64 * 64 * 2
+    assert padded["loss"] - packed["loss"] >= SMALL["num_hidden_layers"] * bias

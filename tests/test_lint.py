@@ -1,6 +1,8 @@
 """The linter: what it says about configs as people write them, and that DeepSpeed itself agrees on what it refuses."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from zplan.planner.errors import ZplanError
 from zplan.planner.lint import Subject, check_document
 from zplan.planner.lint_report import lint_json, lint_text
-from zplan.planner.lint_subject import make_subject
+from zplan.planner.lint_subject import BATCH_NORM, make_subject
 from zplan.planner.relaxed import Document, read_document
 
 E8 = 100_000_000.0
@@ -326,7 +328,9 @@ def test_saving_and_buffers_against_the_model():
     save = zero(3, stage3_gather_16bit_weights_on_model_save=True)
     r = check(save, num_params=9_400_000_000, mem_bytes=16 * 10**9)
     found = next(f for f in r.findings if f.rule == "gather-on-save")
-    assert (found.severity, found.nbytes) == ("warning", 18_800_000_000)
+    assert (found.severity, found.nbytes) == ("note", 18_800_000_000) and "runs out of memory there" in found.message
+    r = check(save, num_params=9_400_000_000, mem_bytes=16 * 10**9, host_mem_bytes=16 * 10**9)
+    assert next(f.severity for f in r.findings if f.rule == "gather-on-save") == "warning"
     small = zero(3, offload_param={**NVME, "buffer_size": E8})
     assert "buffer-smaller-than-tensor" in errors(check(small, largest_tensor=524_709_888))
     assert "buffer-smaller-than-tensor" not in check(small, largest_tensor=10**8).rules
@@ -376,6 +380,25 @@ def test_auto_is_resolved_from_the_width_of_the_model():
 )
 def test_rules_that_need_more_than_the_file(config, subject, rule, wanted):
     assert (rule in check(config, **subject).rules) is wanted
+
+
+def test_batch_norm_in_half_precision(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet", "hidden_sizes": [64]}), encoding="utf-8")
+    s = make_subject({"model": str(tmp_path)}, {})
+    found = check_document(Document({"fp16": {"enabled": True}}, "json"), "x", s).findings
+    assert "DeepSpeed casts their running statistics to fp16" in next(
+        f.message for f in found if f.rule == "batch-norm-in-half"
+    )
+    assert "batch-norm-in-half" not in check_document(Document({**MICRO}, "json"), "x", s).rules, "fp32 keeps them"
+
+
+@pytest.mark.parametrize("kind", sorted(BATCH_NORM))
+def test_transformers_has_batch_norm_there(kind):
+    transformers = pytest.importorskip("transformers", reason="needs the hf extra: transformers")
+    folder = Path(transformers.__file__).parent / "models" / kind
+    if not folder.exists():
+        pytest.skip(f"this transformers has no {kind}")
+    assert any("BatchNorm" in f.read_text(encoding="utf-8") for f in folder.glob("modeling_*.py"))
 
 
 def test_both_scalings_of_the_learning_rate_are_shown():
@@ -599,3 +622,12 @@ def test_plans_read_what_deepspeed_reads(tmp_path, capsys):
     file.write_text('{"a": 1, "a": 2}', encoding="utf-8")
     with pytest.raises(ZplanError, match="given twice in one object .line 1, column 10."):
         load_config(file)
+
+
+def test_the_documents_name_every_rule():
+    root = Path(__file__).parent.parent
+    source = " ".join(f.read_text(encoding="utf-8") for f in (root / "planner").glob("lint*.py"))
+    rules = set(re.findall(r'(?:find|Finding)\(\s*"([a-z0-9-]+)"', source))
+    text = (root / "docs" / "check.md").read_text(encoding="utf-8")
+    table = text[text.index("## Rules") : text.index("## From")]
+    assert rules == set(re.findall(r"`([a-z0-9-]+)`", table))

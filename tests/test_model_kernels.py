@@ -110,4 +110,4 @@ def test_threads_cover_a_row(width, lanes, per_thread):
     shape = rms_norm._defines(width, per_thread, 1, lanes)
     assert shape["BLOCK"] % 32 == 0 and 32 <= shape["BLOCK"] <= 1024
     assert shape["BLOCK"] * shape["VECTORS"] * lanes >= width > shape["BLOCK"] * (shape["VECTORS"] - 1) * lanes
-    assert shape["VECTORS"] * lanes <= 40
+    assert shape["VECTORS"] * lanes <= per_thread + 8 or shape["BLOCK"] == 1024

@@ -314,9 +314,9 @@ def test_classes_with_windows_are_estimated_with_eager_attention_unless_asked():
         estimate("gemma-2-2b", gpus=1, mem=80, attention="sdpa")
 
 
-def test_dropout_of_a_class_is_a_note():
-    notes = model_from("opt-1.3b", None).notes
-    assert any("dropout (dropout) is left out" in x for x in notes)
+def test_dropout_of_a_class_is_a_trait():
+    assert model_from("opt-1.3b", None).arch.trait("dropout")
+    assert any("dropout" in x for x in model_from("gpt2", None).notes), "zplan's own decoder has none"
 
 
 @pytest.mark.parametrize("kind", [k for k in OF_KIND if k not in NO_CLASS])

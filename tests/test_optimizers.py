@@ -422,7 +422,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     engine, *_ = initialize(model=nn.Linear(4, 4), config=config(0, "adamw"))
     with pytest.raises(
         ZplanError,
-        match="of `weight` it has `exp_avg`, and this one keeps `exp_avg`, ",
+        match="of another optimizer: of `weight` it has `exp_avg`, and this one keeps `exp_avg`, `exp_avg_sq`",
     ):
         engine.load_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path, weights_only=True)

@@ -14,7 +14,7 @@ from zplan.planner.dsconfig import from_mapping, to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import LossScale
 from zplan.runtime.arena import Arena
-from zplan.runtime.precision import LossScaler
+from zplan.runtime.precision import LossScaler, Suspects
 
 
 class Model:
@@ -150,6 +150,77 @@ def one_rank_overflows(rank, world_size):
         weights = torch.cat([p.detach().float().flatten() for p in model.parameters()]).tolist()
     engine.close()
     return trace, weights
+
+
+class Named(nn.Module):
+    """Three blocks; backward multiplies the gradients of a layer's weight by what a switch says."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def overflow_at_the_minimum(rank, world_size, stage, accumulation, bad):
+    """Steps until the scale gives up, with an infinity in `bad` = {rank: (micro-step, parameter)} of every step."""
+    torch.manual_seed(0)
+    model = Named()
+    fp16 = {"enabled": True, "initial_scale_power": 3, "hysteresis": 1}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "fp16": fp16}
+    engine, *_ = zplan.initialize(model=model, config={**config, "zero_optimization": {"stage": stage}})
+    here = {"micro_step": 0}
+    for name, p in model.named_parameters():
+        for who, (micro_step, parameter) in bad.items():
+            if who == rank and parameter == name:
+                p.register_hook(lambda g, m=micro_step: g * float("inf") if here["micro_step"] == m else g)
+    try:
+        for _ in range(8):
+            for micro_step in range(accumulation):
+                here["micro_step"] = micro_step
+                engine.backward(engine(torch.ones(1, 4)))
+                engine.step()
+    except ZplanError as error:
+        return engine.global_steps, error.message
+    finally:
+        engine.close()
+    return None
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 2), (3, 2)])
+def test_the_error_names_parameter_unit_rank_and_step(run_ranks, stage, accumulation):
+    """Scale 8, 4, 2, 1: the overflow of step 4 is the last, told in step 5. The earliest micro-step counts, then the
+    order of reduces, last unit first.
+    """
+    bad = {0: (1, "blocks.2.1.weight"), 1: (0, "blocks.1.0.bias")}
+    for step, message in run_ranks(2, overflow_at_the_minimum, stage, accumulation, bad):
+        assert step == 4
+        assert message == (
+            "gradients of optimizer step 4 overflowed at the minimum loss scale 1: "
+            "first in `blocks.1.0.bias` of unit `blocks.1` on rank 1, micro-step 1"
+        )
+
+
+@pytest.mark.parametrize("parameter", ["blocks.2.1.weight", "blocks.0.0.bias"])
+def test_one_rank_alone_is_told_too(parameter):
+    _, message = overflow_at_the_minimum(0, 1, 2, 1, {0: (0, parameter)})
+    assert message.endswith(f"first in `{parameter}` of unit `{parameter[:8]}` on rank 0, micro-step 1")
+
+
+def test_nobody_looks_while_the_scale_is_far_from_its_end():
+    ours = scaler(LossScale(power=4))
+    looking = []
+    for _ in range(6):
+        looking.append(ours.near_end())
+        ours.update(torch.tensor(1.0))
+    assert looking == [False, False, False, True, True, True], "16, 16, 8, 4, 2, 1"
+    assert not scaler(LossScale(static=2.0)).near_end()
+    quiet = Suspects()
+    assert quiet.told(["", ""]) == "every rank's own gradients were finite, their sum was not"
 
 
 @pytest.mark.gloo

@@ -110,3 +110,78 @@ def test_nobody_else_steps_it(make):
     _, _, schedule = make(WARMUP)
     with pytest.raises(ZplanError, match="the engine steps the schedule"):
         schedule.step()
+
+
+def lambda_lr(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (1 + n))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["function", "instance"])
+def test_a_torch_scheduler_does_not_move_in_a_skipped_step(make, own):
+    """Rates are those of the steps applied, though the host learns of a skipped one late."""
+    given = lambda_lr
+    if own:
+        given = lambda_lr(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR))
+    engine, optimizer, schedule = make(None, lr_scheduler=given)
+    rates = []
+    for step in (0, "bad", 1, "bad", "bad", 2):
+        train(engine, [step])
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([LR / n for n in (1, 2, 2, 3, 3, 3)])
+    train(engine, [3])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(LR / 4) and schedule.get_last_lr() == [
+        pytest.approx(LR / 4)
+    ]
+    with pytest.raises(ZplanError, match="steps the schedule by itself"):
+        schedule.step()
+
+
+def test_a_torch_scheduler_that_cycles_betas(make):
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    engine, optimizer, schedule = make(None, lr_scheduler=lambda o: OneCycleLR(o, max_lr=0.1, total_steps=10))
+    theirs = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=LR)
+    curve = OneCycleLR(theirs, max_lr=0.1, total_steps=10)
+    for step in range(6):
+        group = theirs.param_groups[0]
+        train(engine, [step])
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(group["lr"])
+        assert optimizer.param_groups[0]["betas"] == pytest.approx(group["betas"])
+        theirs.step()
+        curve.step()
+    assert schedule.torch.last_epoch == 5, "the sixth step's outcome is read in the seventh"
+
+
+def test_a_torch_scheduler_follows_a_checkpoint(make, tmp_path):
+    engine, optimizer, _ = make(None, lr_scheduler=lambda_lr)
+    train(engine, [0, 1, "bad", 2])
+    engine.save_checkpoint(tmp_path)
+    train(engine, [3])
+    rate = optimizer.param_groups[0]["lr"]
+    again, fresh, _ = make(None, lr_scheduler=lambda_lr)
+    again.load_checkpoint(tmp_path)
+    train(again, [3])
+    assert fresh.param_groups[0]["lr"] == rate == pytest.approx(LR / 4)
+    train(again, [4, 5])
+    again.load_checkpoint(tmp_path)
+    with pytest.raises(ZplanError, match="can't go back"):
+        train(again, [3])
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        (WARMUP, lambda_lr, "both the config's `scheduler` and `lr_scheduler`"),
+        (None, lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o), "needs a measured value"),
+        (None, lambda o: o, "made a _Rates"),
+        (
+            None,
+            lambda_lr(torch.optim.SGD([{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(2)], lr=LR)),
+            "has 2 parameter groups",
+        ),
+    ],
+)
+def test_schedulers_that_are_refused_leave_nothing_behind(make, config, given, message):
+    with pytest.raises(ZplanError, match=message):
+        make(config, lr_scheduler=given)
+    assert zplan.runtime.initialize.engines() == ()

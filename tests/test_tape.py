@@ -18,7 +18,7 @@ def start(*, in_place: bool = False) -> tuple[Tape, Aten]:
 
 
 def peak(tape: Tape, phase: int = -1, b: int = 1, t: int = 1) -> int:
-    scale = monomials(b, t, (0, 0, 0))
+    scale = monomials(b, t, (0, 0, 0), 0)
     return max(sum(x * y for x, y in zip(level, scale, strict=True)) for level in tape.levels[phase])
 
 

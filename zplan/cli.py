@@ -125,19 +125,45 @@ QUESTION = (
     click.option("--mem", metavar="SIZE", help="Memory per GPU: 24 is GiB, 24GB is 24e9.  [default: this machine's]"),
     click.option("--gpu", metavar="NAME", help="A name of `zplan gpus`, instead of --mem."),
     click.option("--host-mem", metavar="SIZE", help="Memory per node."),
+    click.option("--nvme", metavar="SIZE", help="Disk space per node for what is offloaded there."),
+    click.option("--margin", metavar="SIZE|%", help="Keep this free beyond the interval of the total.  [default: 0]"),
     click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the lowest that fits]"),
-    click.option("--offload", metavar="TO", help="none; nothing else is built yet.  [default: none]"),
-    click.option("--optimizer", metavar="NAME", help="adamw, adam, sgd, lion, adagrad, adamw-bf16.  [default: adamw]"),
+    click.option("--offload", metavar="TO", help="Of the optimizer: none, cpu or nvme.  [default: none]"),
+    click.option("--offload-params", metavar="TO", help="Of parameters, stage 3: none, cpu or nvme.  [default: none]"),
+    click.option("--offload-ratio", type=float, metavar="SHARE", help="Of the elements, 0 to 1.  [default: 1]"),
+    click.option(
+        "--optimizer",
+        metavar="NAME",
+        help="adamw, adam, sgd, lion, adagrad, ...; others as estimates.  [default: adamw]",
+    ),
     click.option("--accumulation", type=int, metavar="N", help="Micro-steps per optimizer step.  [default: 1]"),
     click.option("--micro-batch", type=int, metavar="N", help="Sequences per GPU and micro-step.  [default: 1]"),
     click.option("--global-batch", type=int, metavar="N", help="Sequences per optimizer step over all GPUs."),
     click.option("--seq", type=int, metavar="N", help="Tokens per sequence.  [default: 2048 or the model's limit]"),
     click.option("--precision", metavar="TYPE", help="bf16, fp16 or fp32.  [default: bf16]"),
-    click.option("--checkpointing", metavar="HOW", help="none or full.  [default: none where it fits with room]"),
+    click.option("--checkpointing", metavar="HOW", help="none, selective or full.  [default: none where it fits]"),
+    click.option("--checkpoint-every", type=int, metavar="N", help="Blocks in one checkpointed segment.  [default: 1]"),
+    click.option("--checkpoint-offload", is_flag=True, help="Let inputs of checkpointed segments wait on the host."),
+    click.option(
+        "--loss", "cross_entropy", metavar="HOW", help="plain, bf16, chunked or fused with the head.  [default: plain]"
+    ),
+    click.option("--reduce-dtype", metavar="TYPE", help="Of gradients between ranks: fp32 or bf16.  [default: fp32]"),
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
     click.option("--compile", is_flag=True, help="Compile each block; its activations are then an upper bound."),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
+    click.option("--saving", metavar="HOW", help="foreground, or background: from a copy in host memory."),
+    click.option("--padded", is_flag=True, help="Sequences are padded to --seq with a mask, not packed."),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
+    click.option("--lora", type=int, metavar="RANK", help="Freeze the model and train adapters of this rank."),
+    click.option("--lora-targets", metavar="NAMES", help="q,v; attention; all-linear; or names.  [default: q,v]"),
+    click.option("--lora-embeddings", is_flag=True, help="Train embedding and head in full beside the adapters."),
+    click.option("--qlora", is_flag=True, help="Keep the frozen linear maps in 4 bits (nf4)."),
+    click.option("--efficiency", metavar="SHARE", help="Of the card's peak, in matrix products.  [default: 0.5]"),
+    click.option("--network", metavar="GB/S", help="What a node sends to others.  [default: by the kind of card]"),
+    click.option("--tokens", metavar="COUNT", help="Train on so many (20e9): hours and GPU-hours are told."),
+    click.option("--epochs", type=int, metavar="N", help="Train so many times on --examples, instead of --tokens."),
+    click.option("--examples", metavar="COUNT", help="Sequences of an epoch."),
+    click.option("--price", metavar="PRICE", help="Of one GPU for one hour: the cost is told."),
     click.option("--offline", is_flag=True, help="Never touch the network."),
 )
 """Options of `estimate` and `plan`, by the names of `request.ARGUMENTS`."""
@@ -150,6 +176,10 @@ def question(command: F) -> F:
     return command
 
 
+_SPECIAL = {"top": "top", "max": "max_", "min": "min_", "sweep": "sweep"}
+"""Questions of `planner/questions.py`, and the parameters that ask them."""
+
+
 @click.command(
     epilog="\b\nExamples:\n  zplan estimate --params 7e9 --gpus 8 --mem 24\n"
     '  zplan estimate --model llama-3-8b --gpus 4 --gpu "RTX 4090" --seq 4096 --check',
@@ -157,12 +187,30 @@ def question(command: F) -> F:
 @question
 @click.option("--json", "as_json", is_flag=True, help="Print exact bytes as JSON.")
 @click.option("--check", is_flag=True, help="Exit with 1 when it does not fit.")
+@click.option("--top", type=int, metavar="N", help="Instead: the N fastest of all ways that fit, and why others don't.")
+@click.option("--max", "max_", metavar="WHAT", help="Instead: the largest seq, micro-batch or params that fits.")
+@click.option("--min", "min_", metavar="WHAT", help="Instead: the fewest gpus, or the smallest card (mem).")
+@click.option("--sweep", metavar="AXES", help="Instead: a table over one or two of seq, micro-batch, gpus, stage.")
 def estimate(*, as_json: bool, check: bool, **asked: Any) -> int:
-    """Say whether a training fits, what it takes at each ZeRO stage, and how to run it."""
-    from zplan.planner.api import answer
+    """Say whether a training fits, what it takes at each ZeRO stage, and how to run it.
+
+    Without anything about a machine, and with no GPU here: the fewest of each common GPU.
+    """
     from zplan.planner.request import make_request
 
-    found = answer(make_request(asked))
+    special = {name: asked.pop(key) for name, key in _SPECIAL.items()}
+    special = {name: value for name, value in special.items() if value is not None}
+    request = make_request(asked)
+    if special or not any(asked[name] for name in ("gpus", "mem", "gpu", "nodes", "host_mem")):
+        from zplan.planner.questions import ask, no_machine, reply_json
+
+        if special or no_machine(request):
+            reply = ask(request, special)
+            click.echo(reply_json(reply, request) if as_json else reply.text(), nl=False)
+            return 1 if check and not reply.fits else 0
+    from zplan.planner.api import answer
+
+    found = answer(request)
     for note in found.notes:
         _note(note)
     if as_json:

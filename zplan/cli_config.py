@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zplan.planner.errors import ZplanError
+
 if TYPE_CHECKING:
+    from zplan.planner.lint import Subject
     from zplan.planner.relaxed import Document
 
 
@@ -25,9 +28,11 @@ def _read(file: str) -> Document:
 
 @click.command(
     epilog="\b\nExamples:\n  zplan check ds_config.json --gpus 8\n"
-    "  zplan check ds_config.json --model llama-2-7b --gpus 8 --mem 24 --for hf",
+    "  zplan check ds_config.json --model llama-2-7b --gpus 8 --mem 24 --for hf\n"
+    "  zplan check ds_config.json --model llama-2-7b --gpus 8 --oom train.log --fix fixed.json\n"
+    "  zplan check --explain overlap_comm",
 )
-@click.argument("file", type=click.Path())
+@click.argument("file", type=click.Path(), required=False)
 @click.option("--for", "consumer", metavar="TOOL", help="any, deepspeed, hf, accelerate or lightning.  [default: any]")
 @click.option("--deepspeed", metavar="RELEASE", help="Release to check for, such as 0.15.4.  [default: 0.19.8]")
 @click.option("--model", metavar="NAME", help="A name of `zplan models`, a folder, a config.json, or a hub id.")
@@ -40,22 +45,68 @@ def _read(file: str) -> Document:
 @click.option("--gpu", metavar="NAME", help="A name of `zplan gpus`, instead of --mem.")
 @click.option("--host-mem", metavar="SIZE", help="Memory per node.")
 @click.option("--micro-batch", type=int, metavar="N", help="What the launcher passes per GPU.")
+@click.option("--seq", type=int, metavar="N", help="Tokens per sequence: counts what no number of GPUs splits.")
 @click.option("--was-batch", type=int, metavar="N", help="Global batch of the run that the learning rate is from.")
 @click.option("--was-gpus", type=int, metavar="N", help="Ranks of the run whose checkpoint is resumed.")
+@click.option("--checkpointing", metavar="HOW", help="none or full, with --oom: the config can't say.  [default: none]")
+@click.option("--attention", metavar="HOW", help="sdpa or eager, with --oom.  [default: sdpa]")
+@click.option("--oom", metavar="LOG", type=click.Path(), help="A log that ends with torch's out-of-memory message.")
+@click.option("--fix", metavar="OUT", type=click.Path(), help="With --oom: write the config that fits.")
+@click.option("--explain", metavar="KEY", help="Say what a key of DeepSpeed's configs does there and in zplan.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with exact bytes.")
-def check(*, file: str, as_json: bool, **given: Any) -> int:
+def check(  # one option each
+    *, file: str | None, as_json: bool, oom: str | None, fix: str | None, explain: str | None, **given: Any
+) -> int:
     """Say what is wrong in a DeepSpeed, accelerate or FSDP config, what is silently ignored, and what it costs.
 
-    Exits with 1 when there are errors, 2 when the file cannot be read at all.
+    FILE is JSON, YAML, or a Python script with the config as a dict. With --oom, say which line of the ledger did not
+    fit, what each change saves and costs, and what to change. Exits with 1 when there are errors (or nothing fits), 2
+    when a file cannot be read at all.
     """
     from zplan.planner.lint import check_document
     from zplan.planner.lint_report import lint_json, lint_text
     from zplan.planner.lint_subject import make_subject
 
+    if explain is not None:
+        from zplan.planner.explain import explanation
+
+        click.echo(explanation(explain), nl=False)
+        return 0
+    if file is None:
+        raise ZplanError("no FILE is given", "`zplan check ds_config.json`, or `zplan check --explain KEY`")
+    how = {name: given.pop(name) for name in ("checkpointing", "attention")}
     subject = make_subject(given)
-    report = check_document(_read(file), file, subject)
+    if oom is not None:
+        return _diagnose(file, oom, fix, subject, {**given, **how}, as_json=as_json)
+    for name, value in {"fix": fix, **how}.items():
+        if value is not None:
+            raise ZplanError(f"--{name} is for --oom", f"give --oom LOG too, or leave --{name} out")
+    if file.lower().endswith(".py"):
+        from zplan.planner.lint_script import check_script
+        from zplan.planner.reading import read_text
+
+        report = check_script(read_text(file), file, subject)
+    else:
+        report = check_document(_read(file), file, subject)
     click.echo(lint_json(report) if as_json else lint_text(report), nl=False)
     return 1 if report.count("error") else 0
+
+
+def _diagnose(file: str, log: str, out: str | None, subject: Subject, given: dict[str, Any], *, as_json: bool) -> int:
+    """`check --oom`: 0 when a change fits and nothing else is asked, 1 when none does."""
+    from zplan.planner.oom_report import diagnose, diagnosis_json, diagnosis_text, fixed_file, pace_of
+    from zplan.planner.oom_setup import make_setup
+    from zplan.planner.reading import read_text
+    from zplan.planner.writing import render, write_files
+
+    document = _read(file)
+    setup = make_setup(document, file, subject, given)
+    found = diagnose(read_text(log), log, setup, subject.mem_bytes, pace_of(given.get("gpu")))
+    click.echo(diagnosis_json(found) if as_json else diagnosis_text(found), nl=False)
+    if out is not None:
+        write_files({out: render(fixed_file(found, document)) + "\n"})
+        click.echo(f"wrote {out}", err=as_json)
+    return 1 if found.ladder is not None and found.ladder.fixed is None else 0
 
 
 @click.command(
@@ -68,7 +119,7 @@ def check(*, file: str, as_json: bool, **given: Any) -> int:
     "form",
     required=True,
     metavar="TOOL",
-    help="zplan, deepspeed, accelerate, hf, fsdp2 or slurm.",
+    help="zplan, deepspeed, accelerate, hf, fsdp2, torchtitan or slurm.",
 )
 @click.option("-o", "--out", metavar="FILE", help="Where to write.  [default: standard output]")
 def emit(*, plan: str, form: str, out: str | None) -> int:

@@ -178,7 +178,7 @@ def norms() -> None:
             millis(lambda: rms_norm.backward(grad, x, weight, rstd)),
         )
         say(f"    {share} elements a thread: forward {ours[0]:.4f}, backward {ours[1]:.4f} ms")
-    rms_norm.FORWARD_SHARE, rms_norm.BACKWARD_SHARE = 32, 8
+    rms_norm.FORWARD_SHARE, rms_norm.BACKWARD_SHARE = 64, 8
     for count in (128, 256, 528):
         rms_norm.PARTS = count
         say(f"    backward in {count} parts: {millis(lambda: rms_norm.backward(grad, x, weight, rstd)):.4f} ms")

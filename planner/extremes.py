@@ -1,0 +1,226 @@
+"""The largest sequence, micro-batch or model that fits (`--max`); the fewest GPUs or the smallest card (`--min`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.halving import Lazy, largest_multiple
+from zplan.planner.request import Request
+from zplan.planner.search import SEQ_STEP, Row, Search
+from zplan.planner.units import GIB, format_count, format_gib
+
+MAX = ("seq", "micro-batch", "params")
+MIN = ("gpus", "mem")
+MOST_MICRO = 2**20
+MOST_GPUS = 4096
+PER_NODE = 8
+"""GPUs of a node, as far as more than one node is counted without --nodes."""
+
+Open = Callable[[Request], Search]
+"""The model and the machine of a request."""
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The answer: a value, and the choice at which it fits."""
+
+    what: str
+    """`seq`, `micro-batch`, `params`, `gpus` or `mem`."""
+    value: int | None
+    """Tokens, sequences, parameters, GPUs or bytes; None where nothing fits."""
+    row: Row | None
+    where: str
+    """The model or the machine, in words."""
+    note: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.value is not None
+
+    def text(self) -> str:
+        if self.value is None or self.row is None:
+            return f"Nothing fits: {self.where}. {self.note}\n".replace(". \n", "\n")
+        words = {
+            "seq": "Longest sequence that fits: {} tokens",
+            "micro-batch": "Largest micro-batch that fits: {} sequences",
+            "params": "Largest model that fits: {} parameters",
+            "gpus": "Fewest GPUs on which it fits: {}",
+            "mem": "Smallest card on which it fits: {} GiB",
+        }
+        shown = {"mem": format_gib(self.value), "params": format_count(self.value)}.get(self.what, f"{self.value:,}")
+        c = self.row.choice
+        how = f"stage {c.stage}, checkpointing {c.checkpointing}, micro-batch {c.micro_batch} x {c.accumulation}"
+        peak = f"{format_gib(self.row.peak_bytes)} GiB, at most {format_gib(self.row.high_bytes)}"
+        note = f"\n  {self.note}" if self.note else ""
+        line = words[self.what].format(shown)
+        card = format_gib(self.row.capacity_bytes)
+        return f"{line}\n  {self.where}: {how}, sequence {c.seq:,}\n  peak {peak} of {card}{note}\n"
+
+    def json(self) -> dict[str, Any]:
+        from zplan.planner.answer_json import row_json
+
+        name = {"mem": "mem_bytes"}.get(self.what, self.what.replace("-", "_"))
+        return {
+            "fits": self.fits,
+            name: self.value,
+            "where": self.where,
+            "note": self.note,
+            "row": None if self.row is None else row_json(self.row),
+        }
+
+
+def extreme(request: Request, open_: Open, *, end: str, what: str) -> Extreme:
+    """Answer `--max what` or `--min what`.
+
+    Parameters
+    ----------
+    request
+        Everything else that was asked; what it fixes stays fixed.
+    open_
+        Opens a search for a changed request.
+    end
+        `max` or `min`.
+    """
+    known = MAX if end == "max" else MIN
+    if what not in known:
+        raise ZplanError(f"`--{end} {what}` is unknown", did_you_mean(what, known) or f"use one of {', '.join(known)}")
+    name = what.replace("-", "_")
+    given = request.get(name) if end == "max" else {"gpus": request.gpus, "mem": request.mem_bytes}[what]
+    if given is not None or (what == "params" and request.model is not None):
+        other = "--model" if what == "params" else f"--{what}"
+        raise ZplanError(f"--{end} {what} looks for what {other} gives", f"drop {other}, or --{end} {what}")
+    return {
+        "seq": _longest,
+        "micro-batch": _largest_batch,
+        "params": _largest_model,
+        "gpus": _fewest,
+        "mem": _smallest,
+    }[what](request, open_)
+
+
+def _picked(search: Search) -> Row:
+    return search.pick(search.rows())
+
+
+def _machine(search: Search) -> str:
+    return f"{search.model.spec.name} on {search.hardware.told()}"
+
+
+def _longest(request: Request, open_: Open) -> Extreme:
+    search = open_(request)
+    limit = search.seq_limit
+
+    def at(seq: int) -> Row:
+        return _picked(search.at("seq", seq))
+
+    row = at(limit)
+    seq = limit
+    if not row.fits:
+        seq = largest_multiple(lambda s: _spare(at(s)), SEQ_STEP, below=limit, near=min(2048, limit))
+        row = at(seq) if seq else at(min(SEQ_STEP, limit))
+    note = "an assumed shape has no limit of its own" if search.model.assumed else f"the model is made for {limit:,}"
+    return Extreme("seq", seq or None, row if seq else None, _machine(search), note)
+
+
+def _spare(row: Row) -> int:
+    """Bytes to spare, of the card or beside it; negative where it does not fit."""
+    return row.spare_bytes if row.fits or row.spare_bytes < 0 else -1
+
+
+def _largest_batch(request: Request, open_: Open) -> Extreme:
+    if request.get("global_batch"):
+        raise ZplanError("--max micro-batch with --global-batch has nothing to look for", "drop --global-batch")
+    search = open_(request)
+
+    def at(micro: int) -> Row:
+        return _picked(search.at("micro_batch", micro))
+
+    micro = largest_multiple(lambda m: _spare(at(m)), 1, below=MOST_MICRO, near=8)
+    return Extreme("micro-batch", micro or None, at(micro) if micro else None, _machine(search))
+
+
+def _largest_model(request: Request, open_: Open) -> Extreme:
+    from zplan.planner.shape import LARGEST, SMALLEST
+
+    counts = [m * 10**e for e in range(4, 12) for m in range(100, 1000, 10)]
+    counts = [c for c in counts if SMALLEST <= c <= LARGEST]
+
+    def at(count: int) -> tuple[Search, Row]:
+        search = open_(replace(request, model=None, params=count))
+        return search, _picked(search)
+
+    found = Lazy(counts, at).last(lambda pair: pair[1].fits)
+    note = "two digits are looked at; a Llama-like shape is assumed"
+    if found is None:
+        return Extreme("params", None, None, f"not even {format_count(counts[0])} parameters", note)
+    search, row = found
+    return Extreme("params", search.model.num_params, row, _machine(search), note)
+
+
+def fewest(request: Request, open_: Open, accept: Callable[[Search], Row | None]) -> tuple[Search, Row] | None:
+    """The smallest number of GPUs at which `accept` gives a row, up to `MOST_GPUS`.
+
+    Beyond one node in whole nodes. With a global batch only numbers that divide it count.
+    """
+    step = request.nodes
+    counts = [n for n in (*range(1, PER_NODE), *range(PER_NODE, MOST_GPUS + 1, PER_NODE)) if n % step == 0]
+    train = request.get("global_batch")
+    if train is not None:
+        unit = (request.get("micro_batch") or 1) * (request.get("accumulation") or 1)
+        counts = [n for n in counts if train % (n * unit) == 0]
+
+    def at(negative: int) -> tuple[Search, Row] | None:
+        gpus = -negative
+        nodes = request.nodes if request.nodes > 1 else -(-gpus // PER_NODE)
+        search = open_(replace(request, gpus=gpus, nodes=nodes))
+        row = accept(search)
+        return None if row is None else (search, row)
+
+    # `Lazy` takes rising need: the most GPUs first.
+    return Lazy([-n for n in reversed(counts)], at).last(lambda found: found is not None) if counts else None
+
+
+def _fewest(request: Request, open_: Open) -> Extreme:
+    def accept(search: Search) -> Row | None:
+        row = _picked(search)
+        return row if row.fits else None
+
+    found = fewest(request, open_, accept)
+    if found is None:
+        name = request.model or format_count(request.params or 0)
+        return Extreme("gpus", None, None, f"{name} on up to {MOST_GPUS:,} of these GPUs")
+    search, row = found
+    return Extreme("gpus", search.hardware.world_size, row, _machine(search))
+
+
+def _smallest(request: Request, open_: Open) -> Extreme:
+    from zplan.planner.hardware import read_gpus
+
+    if request.gpu is not None:
+        raise ZplanError("--min mem looks for what --gpu gives", "drop --gpu, or --min mem")
+    cards = [g for g in read_gpus() if g.vendor == "NVIDIA" and g.mem_reported]
+    cards.sort(key=lambda g: g.mem_bytes)
+    request = replace(request, gpus=request.gpus or 1)
+
+    def at(negative: int) -> tuple[Search, Row]:
+        search = open_(replace(request, gpu=cards[-negative].name))
+        return search, _picked(search)
+
+    found = Lazy([-i for i in reversed(range(len(cards)))], at).last(lambda pair: pair[1].fits)
+    if found is None:
+        least = at(-(len(cards) - 1))[1]
+        note = f"The largest, {cards[-1].name}, is {format_gib(-least.spare_bytes)} GiB short"
+        return Extreme("mem", None, None, f"{request.gpus} x any card of the table", note)
+    search, row = found
+    need = -(-row.high_bytes // GIB)
+    same = [g.name for g in cards if g.mem_bytes == search.hardware.mem_bytes]
+    note = f"{need} GiB would do; cards of this size: {', '.join(same)}"
+    return Extreme("mem", search.hardware.mem_bytes, row, _machine(search), note)
+
+
+def hardware_given(request: Request) -> bool:
+    """Whether anything about the machine was said."""
+    return any((request.gpus, request.mem_bytes, request.gpu, request.host_mem_bytes)) or request.nodes > 1

@@ -1,0 +1,69 @@
+"""Searches along one axis, in as few evaluations as halving takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+def largest_multiple(spare: Callable[[int], int], step: int, *, below: int, near: int) -> int:
+    """Largest multiple of `step` with `spare(x) >= 0`, for a falling `spare`; 0 when there is none.
+
+    Parameters
+    ----------
+    spare
+        Nearly linear, so that a straight line between the two sides finds the place in a few calls; where it is not,
+        halving takes over.
+    below
+        A value that is known not to fit.
+    near
+        Where to look first.
+
+    Examples
+    --------
+    >>> largest_multiple(lambda x: 1000 - x, 128, below=10**6, near=2048)
+    896
+    """
+    low, high = 0, -(-below // step)
+    low_spare: int | None = None
+    high_spare: int | None = None
+    at, calls = min(max(1, near // step), high - 1), 0
+    while high - low > 1:
+        found = spare(at * step)
+        calls += 1
+        if found >= 0:
+            low, low_spare = at, found
+        else:
+            high, high_spare = at, found
+        if low_spare is not None and high_spare is not None and calls < 8:
+            at = low + (high - low) * low_spare // (low_spare - high_spare)
+        elif low_spare is not None and high_spare is None:
+            at = low * 8
+        else:
+            at = (low + high) // 2
+        at = min(max(at, low + 1), high - 1)
+    return low * step
+
+
+@dataclass(frozen=True)
+class Lazy(Generic[A, B]):
+    """Choices by rising need, evaluated only as far as a search has to."""
+
+    choices: list[A]
+    row: Callable[[A], B]
+
+    def last(self, good: Callable[[B], bool]) -> B | None:
+        """The last row that is good, given that none is good after one that is not."""
+        low, high = -1, len(self.choices)
+        at = high - 1  # Most often the largest fits.
+        while high - low > 1:
+            if good(self.row(self.choices[at])):
+                low = at
+            else:
+                high = at
+            at = (low + high) // 2
+        return self.row(self.choices[low]) if low >= 0 else None

@@ -1,0 +1,54 @@
+"""The setup that an out-of-memory log is about: the config, the model, and the options that neither says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from zplan.planner.activations import prefers_eager
+from zplan.planner.config import Attention, Checkpointing
+from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.lint import Subject, deepspeed_view
+from zplan.planner.lint_launch import is_accelerate
+from zplan.planner.need import Setup
+from zplan.planner.relaxed import Document
+from zplan.planner.units import parse_count
+
+DEFAULT_SEQ = 2048
+_WORDS: dict[str, tuple[str, ...]] = {
+    "checkpointing": tuple(get_args(Checkpointing)),
+    "attention": tuple(get_args(Attention)),
+}
+
+
+def make_setup(document: Document, source: str, subject: Subject, given: Mapping[str, Any]) -> Setup | None:
+    """The setup, or None where no model is named.
+
+    Parameters
+    ----------
+    given
+        Options of `zplan check`: model, params, seq, checkpointing, attention.
+    """
+    if is_accelerate(document.value):
+        raise ZplanError(f"`{source}` is accelerate's", "give the DeepSpeed config that it makes or names, with --oom")
+    for name, words in _WORDS.items():
+        value = given.get(name)
+        if value is not None and value not in words:
+            raise ZplanError(
+                f"`--{name} {value}` is unknown", did_you_mean(value, words) or f"use {' or '.join(words)}"
+            )
+    if given.get("model") is None and given.get("params") is None:
+        return None
+    from zplan.planner.sources import model_from
+
+    params = given.get("params")
+    model = model_from(given.get("model"), None if params is None else parse_count(params, "--params"))
+    limits = [n for n in (model.arch.max_seq, model.arch.window) if n]
+    attention: Attention = given.get("attention") or ("eager" if prefers_eager(model.arch) else "sdpa")
+    return Setup(
+        view=deepspeed_view(document, subject),
+        spec=model.spec,
+        seq=subject.seq or min(DEFAULT_SEQ, *limits),
+        checkpointing=given.get("checkpointing") or "none",
+        attention=attention,
+    )

@@ -1,0 +1,125 @@
+"""Step times of an estimate's rows beside each other, what they cost, and how they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from zplan.planner.config import Choice
+from zplan.planner.cost import Cost, cost
+from zplan.planner.speeds import GB
+from zplan.planner.step_time import StepTime
+
+if TYPE_CHECKING:
+    from zplan.planner.api import Estimate
+    from zplan.planner.search import Row, Search
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One row's step in time."""
+
+    choice: Choice
+    time: StepTime
+    below: float | None
+    """Its time over that of the same choice at the stage below; None at stage 0."""
+    ddp: float
+    """Its time over that of the same choice at stage 0, whether that fits or not."""
+    cost: Cost | None
+
+
+def timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
+    """A timing for each row, of which all can be timed."""
+    found = []
+    for row in rows:
+        c = row.choice
+        time = search.time(c)
+        assert time is not None, search.why_untimed(c)
+        found.append(
+            Timing(
+                c,
+                time,
+                _ratio(time, search.time(replace(c, stage=c.stage - 1))) if c.stage else None,
+                _ratio(time, search.time(replace(c, stage=0))),
+                cost(search.request.goal, time, seq=c.seq, world_size=c.world_size),
+            )
+        )
+    return tuple(found)
+
+
+def _ratio(time: StepTime, other: StepTime | None) -> float:
+    assert other is not None, "a stage is timed and another is not"
+    return time.total / other.total
+
+
+def time_json(time: StepTime) -> dict[str, Any]:
+    """Seconds, unrounded."""
+    return {
+        "step_s": time.total,
+        "tokens_per_s": time.tokens_per_second,
+        "mfu": time.mfu,
+        "bounds_s": time.bounds(),
+        "hidden_s": time.hidden,
+        "offload_bound": time.offload_bound,
+    }
+
+
+def timing_json(t: Timing) -> dict[str, Any]:
+    """A row's time, its ratios and what the training takes."""
+    return {
+        **time_json(t.time),
+        "over_ddp": t.ddp,
+        "over_stage_below": t.below,
+        **({} if t.cost is None else {"steps": t.cost.steps, "hours": t.cost.hours, "gpu_hours": t.cost.gpu_hours}),
+        **({} if t.cost is None or t.cost.price is None else {"price": t.cost.price}),
+    }
+
+
+BOUNDS = ("compute", "recompute", "gathers", "reduces", "optimizer", "offload")
+
+
+def timing_rows(e: Estimate) -> Iterator[list[str]]:
+    """Title cells, then a row of cells for each timing."""
+    shown = [b for b in BOUNDS if any(t.time.bounds()[b] for t in e.timings)]
+    goal, costs = e.request.goal, any(t.cost for t in e.timings)
+    head = ["stage", "step s", "tokens/s", "MFU", "to DDP", "to below", *shown]
+    yield [*head, *(["hours", "GPU hours"] if costs else []), *(["cost"] if goal.price is not None else [])]
+    for t, row in zip(e.timings, e.rows, strict=True):
+        time = t.time
+        cells = [f"{t.choice.stage}{' *' if row is e.row else ''}", told(time.total), f"{time.tokens_per_second:,.0f}"]
+        cells += [f"{100 * time.mfu:.1f} %", f"x {t.ddp:.2f}", "" if t.below is None else f"x {t.below:.2f}"]
+        cells += [f"{100 * time.bounds()[b] / time.total:.1f} %" for b in shown]
+        if t.cost is not None:
+            cells += [f"{t.cost.hours:,.1f}", f"{t.cost.gpu_hours:,.0f}"]
+            cells += [] if t.cost.price is None else [f"{t.cost.price:,.0f}"]
+        yield cells
+
+
+def told(seconds: float) -> str:
+    """Three digits that count.
+
+    Examples
+    --------
+    >>> told(0.40361), told(12.0), told(0.0123)
+    ('0.404', '12.0', '0.0123')
+    """
+    return f"{seconds:#.3g}".rstrip(".") if seconds < 100 else f"{seconds:,.0f}"
+
+
+def assumptions(e: Estimate) -> str:
+    """What the times rest on, in one sentence."""
+    from zplan.planner.clock import Clock
+
+    at = Clock(e.hardware, e.request.efficiency, e.request.network).speeds(e.row.choice.precision)
+    assert at is not None, "timed without speeds"
+    parts = [
+        f"matrix products at {at.efficiency:g} of {at.peak_flops / 1e12:,.0f} TFLOP/s (--efficiency)",
+        f"memory at {at.hbm / GB:,.0f} GB/s",
+    ]
+    if e.hardware.world_size > 1:
+        parts.append(f"{at.intra / GB:,.0f} GB/s between GPUs of a node")
+    if e.hardware.nodes > 1:
+        parts.append(f"{at.network / GB:,.0f} GB/s a node between nodes (--network)")
+    assumed = f" Assumed: {'; '.join(at.assumed)}." if at.assumed else ""
+    return f"Predicted: {', '.join(parts)}.{assumed}"

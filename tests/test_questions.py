@@ -1,0 +1,256 @@
+"""Questions about many choices at once: `--top`, `--max`, `--min`, `--sweep`, and no machine at all."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from zplan import cli
+from zplan.planner.api import open_search
+from zplan.planner.batch import Batch
+from zplan.planner.errors import ZplanError
+from zplan.planner.extremes import fewest
+from zplan.planner.fewest import COMMON, WAYS
+from zplan.planner.front import front, ways
+from zplan.planner.hardware import find_gpu, read_gpus
+from zplan.planner.questions import ask, reply_json
+from zplan.planner.remedies import remedies
+from zplan.planner.request import make_request
+from zplan.planner.search import TIE
+from zplan.planner.units import GIB
+
+
+@pytest.fixture
+def run(capsys):
+    """`(exit code, stdout, stderr)` of one command line."""
+
+    def call(*args):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(a) for a in args])
+        out, err = capsys.readouterr()
+        return caught.value.code, out, err
+
+    return call
+
+
+def opened(**asked):
+    return open_search(make_request(asked), remainder=True)
+
+
+MACHINE = {"model": "llama-2-7b", "gpus": 8, "gpu": "RTX 4090", "global_batch": 64}
+
+
+def test_the_front_is_what_nothing_beats():
+    search = opened(**MACHINE)
+    found = front(search, 10)
+    rows = [search.row(c) for way in ways(search, search.batches(8)) for c in way]
+    fitting = [(r.high_bytes, search.time(r.choice).total) for r in rows if r.fits]
+    kept = [(r.row.high_bytes, r.time.total) for r in found.runs]
+    assert kept == sorted(kept, key=lambda k: k[1]) == sorted(kept, reverse=True)
+    for high, seconds in kept:
+        assert not any(h <= high and t * (1 + TIE) < seconds for h, t in fitting if (h, t) != (high, seconds))
+    for high, seconds in fitting:
+        assert any(h <= high and t <= seconds * (1 + TIE) for h, t in kept)
+    assert len(fitting) == len(kept) + found.beaten
+    # The fastest that zplan can run is what a plain estimate picks, but for ties.
+    plain = search.time(search.pick(search.rows()).choice).total
+    assert min(r.time.total for r in found.runs if not r.estimate_only) == pytest.approx(plain, rel=TIE)
+
+
+def test_every_way_is_on_the_front_or_rejected_with_phase_and_line():
+    search = opened(**MACHINE)
+    found = front(search, 10)
+    assert len(found.rejected) > 8
+    for r in found.rejected:
+        assert not r.row.fits
+        assert re.fullmatch(r"[\d.]+ GiB over in phase `[a-z.0-9]+`, where the most is `[a-z_.]+`, .*", r.reason)
+        smaller = [d for d in (1, 2, 4, 8) if d < r.row.choice.micro_batch]
+        assert all(search.row(replace(r.row.choice, micro_batch=d, accumulation=8 // d)).fits for d in smaller)
+
+
+def test_top_in_text_and_json(run):
+    args = ["estimate", "--model", "llama-2-7b", "--gpus", 8, "--gpu", "RTX 4090", "--global-batch", 64, "--top", 2]
+    code, out, _ = run(*args)
+    assert code == 0 and "the fastest ways that fit, each smaller than all above it" in out
+    assert len(re.findall(r"^  [12]  3 ", out, flags=re.M)) == 2 and "more: --top" in out
+    found = json.loads(run(*args, "--json")[1])
+    assert found["fits"] and len(found["runs"]) == 2 and found["asked"]["gpu"] == "RTX 4090"
+    assert found["runs"][0]["time"]["step_s"] <= found["runs"][1]["time"]["step_s"]
+    assert all(r["reason"] for r in found["rejected"])
+
+
+def test_top_needs_times():
+    with pytest.raises(ZplanError, match="--top compares step times: no card is named"):
+        ask(make_request({"params": "1e9", "gpus": 8, "mem": 24}), {"top": 3})
+    with pytest.raises(ZplanError, match="--top compares step times: no peak of H200 SXM 141GB in fp32"):
+        ask(make_request({"params": "1e9", "gpus": 8, "gpu": "H200", "precision": "fp32"}), {"top": 3})
+
+
+def test_the_longest_sequence_over_all_ways():
+    asked = {"params": "7e9", "gpus": 8, "mem": 24}
+    found = ask(make_request(asked), {"max": "seq"})
+    picked = [opened(**asked, seq=found.value + d) for d in (0, 128)]
+    assert [s.pick(s.rows()).fits for s in picked] == [True, False]
+    limit = ask(make_request({"model": "gpt2", "gpus": 1, "mem": 24}), {"max": "seq"})
+    assert limit.value == 1024 and "made for 1,024" in limit.text()
+    fixed = ask(make_request({**asked, "checkpointing": "none"}), {"max": "seq"})
+    assert 0 < fixed.value < found.value
+
+
+def test_the_largest_micro_batch():
+    asked = {"params": "7e9", "gpus": 8, "mem": 24}
+    found = ask(make_request(asked), {"max": "micro-batch"})
+    picked = [opened(**asked, micro_batch=found.value + d) for d in (0, 1)]
+    assert [s.pick(s.rows()).fits for s in picked] == [True, False]
+    assert found.json()["micro_batch"] == found.value
+
+
+def test_the_largest_model():
+    asked = {"gpus": 8, "mem": 24}
+    found = ask(make_request(asked), {"max": "params"})
+    digits = 10 ** (len(str(found.value)) - 2)
+    assert found.value % digits == 0 and found.value > 7e9
+    picked = [opened(**asked, params=found.value + d) for d in (0, digits)]
+    assert [s.pick(s.rows()).fits for s in picked] == [True, False]
+    assert f"{found.value // 10**9}" in found.text()
+
+
+@pytest.mark.parametrize("batch", [None, 48])
+def test_the_fewest_gpus(batch):
+    asked = {"params": "7e9", "mem": 24} | ({"global_batch": batch} if batch else {})
+    found = ask(make_request(asked), {"min": "gpus"})
+    counts = [n for n in range(1, 9) if batch is None or batch % n == 0]
+    fits = [n for n in counts if (s := opened(**asked, gpus=n)).pick(s.rows()).fits]
+    assert found.value == fits[0]
+    assert fits == counts[counts.index(fits[0]) :]
+
+
+def test_the_smallest_card():
+    found = ask(make_request({"params": "7e9", "gpus": 8}), {"min": "mem"})
+    cards = {g.name: g.mem_bytes for g in read_gpus() if g.vendor == "NVIDIA" and g.mem_reported}
+    assert found.value in cards.values() and found.row.fits
+    near = max(size for size in cards.values() if size < found.value)
+    s = opened(params="7e9", gpus=8, gpu=next(name for name, size in cards.items() if size == near))
+    assert not s.pick(s.rows()).fits
+    for name, size in list(cards.items())[::4]:
+        s = opened(params="7e9", gpus=8, gpu=name)
+        assert s.pick(s.rows()).fits == (size >= found.value), name
+    nothing = ask(make_request({"params": "1e12", "gpus": 1}), {"min": "mem"})
+    assert not nothing.fits and "short" in nothing.text() and nothing.json()["mem_bytes"] is None
+
+
+def test_no_machine_at_all(run, monkeypatch):
+    monkeypatch.setattr("zplan.planner.hardware.local_gpus", list)
+    code, out, err = run("estimate", "--model", "llama-3.2-1b")
+    assert (code, err) == (0, "")
+    rows = re.findall(rf"^  ({'|'.join(COMMON)}) +[\d.]+  (\d+) .*", out, flags=re.M)
+    assert [r[0] for r in rows] == list(COMMON)
+    assert run("estimate", "--model", "llama-3.2-1b", "--min", "gpus")[1] == out
+    found = json.loads(run("estimate", "--model", "llama-3.2-1b", "--json")[1])
+    assert len(found["fewest"]) == len(COMMON) * len(WAYS)
+    for cell in found["fewest"]:
+        assert cell["row"]["fits"] and cell["row"]["world_size"] == cell["gpus"]
+
+
+@pytest.mark.parametrize("gpu", ["RTX 4090", "H100 SXM 80GB"])
+def test_the_fewest_is_the_first_that_fits(gpu):
+    request = make_request({"model": "llama-2-13b", "gpu": gpu})
+    for way in WAYS:
+        search, row = fewest(request, lambda r: open_search(r, remainder=True), way.accept)
+        n = search.hardware.world_size
+        assert row.fits and row.capacity_bytes == find_gpu(gpu)[0].mem_bytes
+        assert n == 1 or way.accept(opened(model="llama-2-13b", gpu=gpu, gpus=n - 1 if n <= 8 else n - 8)) is None
+
+
+def test_a_sweep_of_two():
+    request = make_request({"params": "7e9", "gpus": 8, "mem": 24})
+    found = ask(request, {"sweep": "seq=1024:4096,micro-batch=1:4"})
+    assert [p.at for p in found.points] == [(s, m) for s in (1024, 2048, 4096) for m in (1, 2, 4)]
+    for p in found.points:
+        s = opened(params="7e9", gpus=8, mem=24, seq=p.at[0], micro_batch=p.at[1])
+        assert s.pick(s.rows()).peak_bytes == p.row.peak_bytes
+        shown = f"{p.row.peak_bytes / GIB:.2f}"
+        assert (shown if p.row.fits else f"({shown})") in found.text()
+    peaks = {p.at: p.row.peak_bytes for p in found.points if p.row.choice.checkpointing == "full"}
+    assert all(peaks[a] <= peaks[b] for a in peaks for b in peaks if a[0] <= b[0] and a[1] <= b[1])
+
+
+def test_a_sweep_of_one(run):
+    args = ["estimate", "--model", "llama-3.2-1b", "--gpu", "H200", "--gpus", 8, "--global-batch", 48]
+    code, out, _ = run(*args, "--sweep", "gpus=1:64")
+    assert code == 0
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert lines[-1].endswith("does not go together") and "yes" in lines[-4]
+    found = json.loads(run(*args, "--sweep", "stage", "--json")[1])
+    assert [p["at"] for p in found["points"]] == [{"stage": s} for s in range(4)]
+    assert all(p["row"]["stage"] == p["at"]["stage"] and p["time"]["step_s"] > 0 for p in found["points"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"max": "sequence"}, "`--max sequence` is unknown"),
+        ({"min": "seq"}, "`--min seq` is unknown"),
+        ({"max": "params"}, "--max params looks for what --model gives"),
+        ({"min": "mem"}, "--min mem looks for what --gpu gives"),
+        ({"min": "gpus"}, "--min gpus looks for what --gpus gives"),
+        ({"sweep": "seq,layers"}, "`--sweep layers` is unknown"),
+        ({"sweep": "seq,seq"}, "is not one thing or two different ones"),
+        ({"sweep": "seq=8:2"}, "`--sweep seq=8:2` is no range"),
+        ({"top": 0}, "`--top 0` shows nothing"),
+        ({"top": 1, "max": "seq"}, "--top and --max are different questions"),
+    ],
+)
+def test_questions_that_are_refused(asked, message):
+    request = make_request({"model": "llama-3.2-1b", "gpus": 8, "gpu": "H200"})
+    with pytest.raises(ZplanError) as caught:
+        ask(request, asked)
+    assert message in caught.value.message and caught.value.hint
+
+
+def test_what_is_fixed_is_not_swept():
+    with pytest.raises(ZplanError, match="--sweep seq changes what --seq gives"):
+        ask(make_request({"params": "1e9", "gpus": 8, "mem": 24, "seq": 512}), {"sweep": "seq"})
+    with pytest.raises(ZplanError, match="--max seq looks for what --seq gives"):
+        ask(make_request({"params": "1e9", "gpus": 8, "mem": 24, "seq": 512}), {"max": "seq"})
+
+
+def test_a_check_of_a_question(run):
+    args = ["estimate", "--params", "1e12", "--gpus", 1, "--mem", 24, "--max", "seq", "--check"]
+    assert run(*args)[0] == 1
+    assert run(*args[:2], "1e8", *args[3:])[0] == 0
+
+
+def test_replies_are_json_documents():
+    request = make_request({"params": "1e9", "gpus": 8, "mem": 24})
+    found = json.loads(reply_json(ask(request, {"max": "seq"}), request))
+    assert (
+        found["schema_version"] and found["asked"] == {"params": "1e9", "gpus": 8, "mem": 24} and found["row"]["fits"]
+    )
+
+
+def test_remedies_say_what_they_save_and_what_they_cost():
+    search = opened(model="llama-2-7b", gpus=8, gpu="RTX 4090", stage=2, checkpointing="none", micro_batch=2)
+    row = search.pick(search.rows())
+    assert not row.fits
+    found = remedies(search, row)
+    assert all(r.saved_bytes == row.peak_bytes - r.peak_bytes for r in found)
+    run_by_zplan = [r.longer for r in found if r.longer is not None and not r.estimate_only]
+    assert run_by_zplan and run_by_zplan == sorted(run_by_zplan)
+    by_option = {r.option: r for r in found}
+    both = by_option["--stage 3 --checkpointing full"]
+    c = replace(row.choice, stage=3, checkpointing="full")
+    assert both.longer == pytest.approx(search.time(c).total / search.time(row.choice).total - 1)
+    assert both.peak_bytes == search.row(c).peak_bytes
+    untimed = opened(params="7e9", gpus=4, mem=24)
+    assert all(r.longer is None for r in remedies(untimed, untimed.pick(untimed.rows())))
+
+
+def test_a_choice_with_another_offload_is_what_a_request_would_give():
+    from zplan.planner.config import Offload
+
+    plain, asked = opened(**MACHINE), opened(**MACHINE, offload="cpu")
+    batch = Batch(1, 8, 8)
+    assert plain.choice(2, batch, "full", offload=Offload("cpu")) == asked.choice(2, batch, "full")
