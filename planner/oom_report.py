@@ -76,21 +76,16 @@ def pace_of(gpu: str | None) -> Pace:
     """How fast a card of the table is, at a usual efficiency; the default where none is named."""
     if gpu is None:
         return DEFAULT_PACE
-    import csv
-    import os
+    from zplan.planner.hardware import find_gpu
 
-    from zplan.planner.hardware import DATA, find_gpu
-
-    name = find_gpu(gpu)[0].name
-    with open(os.path.join(DATA, "gpus.csv"), encoding="utf-8", newline="") as f:
-        row = next(r for r in csv.DictReader(f) if r["name"] == name)
-    tflops = float(row["bf16_dense_tflops"] or row["fp16_dense_tflops"] or 0)
+    row, _ = find_gpu(gpu)
+    tflops = row.bf16_tflops or row.fp16_tflops
     if not tflops:
         return DEFAULT_PACE
-    host = float(row["pcie_gb_s"] or 0) * 1e9 or DEFAULT_PACE.host_bytes_s
+    host = (row.pcie_gb_s or 0) * 1e9 or DEFAULT_PACE.host_bytes_s
     # The table's NVLink figure counts both directions.
-    link = float(row["nvlink_gb_s"] or 0) * 1e9 / 2 or host
-    return Pace(tflops * 1e12 * EFFICIENCY, link, host, f"{name} at {EFFICIENCY * 100:.0f} % of its peak")
+    link = (row.nvlink_gb_s or 0) * 1e9 / 2 or host
+    return Pace(tflops * 1e12 * EFFICIENCY, link, host, f"{row.name} at {EFFICIENCY * 100:.0f} % of its peak")
 
 
 def diagnosis_text(d: Diagnosis) -> str:

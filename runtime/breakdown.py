@@ -19,7 +19,9 @@ import torch
 
 if TYPE_CHECKING:
     from zplan.planner.dsconfig import TrainingConfig
+    from zplan.runtime.collectives import Collectives
     from zplan.runtime.engine import Engine
+    from zplan.runtime.streams import Streams
 
 Part = Literal["forward", "backward", "gather", "reduce", "step", "exposed"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -129,3 +131,12 @@ def telling_of(engine: Engine, training: TrainingConfig) -> Telling | None:
     if not progress and engine.breakdown is None:
         return None
     return Telling(engine, training.steps_per_print, progress=progress, breakdown=engine.breakdown)
+
+
+def breakdown_of(training: TrainingConfig, collectives: Collectives, streams: Streams) -> Breakdown | None:
+    """Times of the parts of a step, where the config wants them; gathers, reduces and waits are watched from now on."""
+    if not training.breakdown:
+        return None
+    made = Breakdown(collectives.mesh.device)
+    collectives.watch = streams.watch = made.span
+    return made

@@ -23,7 +23,7 @@ from zplan.planner.fused import check_compiled
 from zplan.planner.placement import place_units, shards_states
 from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.arena import Arena
-from zplan.runtime.breakdown import Breakdown, telling_of
+from zplan.runtime.breakdown import breakdown_of, telling_of
 from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.compiled import compile_forwards
@@ -105,8 +105,7 @@ class Engine(nn.Module):
         blocks = [sum(u.numel for u, _ in f.segments()) for f in found if f.unit.kind == "block"]
         self.choice = replace(self.choice, ring_slots=training.slots(blocks))
         read_elsewhere = frozenset(name for f in found for name in f.reads)
-        segments = [unit for f in found for unit, _ in f.segments()]
-        placements = place_units(segments, self.choice, tied=read_elsewhere)
+        placements = place_units([unit for f in found for unit, _ in f.segments()], self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
         self.units = materialize(
             model,
@@ -136,15 +135,13 @@ class Engine(nn.Module):
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
         """`initialize` puts a torch scheduler here."""
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
-        blocks_run = [f.module for f in found if f.unit.kind == "block"]
         check_compiled(self.choice)
-        self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
+        compiled = [f.module for f in found if f.unit.kind == "block"]
+        self.uncompile = compile_forwards(compiled) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.hooks.ahead = training.prefetch_numel if training.overlap else 0
         self.on_phase = LISTENERS[-1] if LISTENERS else None
-        self.breakdown = Breakdown(mesh.device) if training.breakdown else None
-        if self.breakdown is not None:
-            self.collectives.watch = self.streams.watch = self.breakdown.span
+        self.breakdown = breakdown_of(training, self.collectives, self.streams)
         self.telling = telling_of(self, training)
         self.global_steps = 0
         self.global_samples = 0

@@ -41,7 +41,7 @@ def test_the_text_has_both_sides_and_the_facts():
         assert words in text, text
     assert "deprecated: write" in explanation("cpu_offload") and "since 0.10" in explanation("zero_hpz_partition_size")
     assert "removed" in explanation("sparse_attention")
-    assert "zplan      refused" in explanation("offload_optimizer.ratio")
+    assert "zplan      refused" in explanation("zenflow")
 
 
 def test_unknown_keys_are_refused_with_the_nearest():

@@ -12,6 +12,7 @@ import zplan
 from zplan.planner import dskeys
 from zplan.planner.config_doc import treatments
 from zplan.planner.dsconfig import from_mapping, to_mapping
+from zplan.planner.errors import ZplanError
 from zplan.planner.plan_file import load_plan, save_plan
 
 
@@ -130,11 +131,30 @@ def test_a_key_that_is_honoured_changes_something(key, capsys):
     assert after[what] != before[what]
 
 
+# key -> changes that are counted as an estimate, and that no engine is made for
+ESTIMATES = {
+    "communication_data_type": {"communication_data_type": "bf16", "bf16": {"enabled": True}},
+    "zero_optimization.offload_optimizer": {"zero_optimization.offload_optimizer": {"device": "cpu"}},
+    "zero_optimization.offload_param": {
+        "zero_optimization.offload_optimizer": {"device": "cpu"},
+        "zero_optimization.offload_param": {"device": "cpu"},
+    },
+}
+
+
+@pytest.mark.parametrize("key", ESTIMATES)
+def test_a_key_that_is_counted_only_is_refused_by_name(key):
+    with pytest.raises(ZplanError) as caught:
+        seen(ESTIMATES[key])
+    assert key.rpartition(".")[2].split("_")[0] in caught.value.message
+    assert not zplan.runtime.initialize.engines()
+
+
 def test_no_honoured_key_is_left_out():
     honoured = {*dskeys.TOP_HONOURED} - {"zero_optimization", "optimizer"}
     honoured |= {f"zero_optimization.{k}" for k in dskeys.ZERO_HONOURED}
     honoured |= {f"optimizer.params.{k}" for k in dskeys.OPTIMIZER_HONOURED}
-    assert honoured == set(ROWS)
+    assert honoured == {*ROWS, *ESTIMATES}
 
 
 def gathers(order, phase):
