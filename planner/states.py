@@ -102,7 +102,7 @@ def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[
 def _constant_lines(placements: Sequence[Placement], always: tuple[int, int], note: str) -> list[Line]:
     """What quantizers keep beside their integers, whole on every rank: one line, since layers may differ."""
     nbytes = sum(p.unit.constant_bytes for p in placements)
-    return [Line("params.frozen.constants", nbytes, (always,), "states", note=note)]
+    return [Line("params.frozen.constants", nbytes, (always,), "states", note=note)] if nbytes else []
 
 
 def num_slices(placements: Sequence[Placement], choice: Choice) -> int:

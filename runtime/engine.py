@@ -73,7 +73,7 @@ class Engine(nn.Module):
         Called with the ledger's name of each phase as it begins; None for nobody.
     """
 
-    def __init__(  # noqa: PLR0913  what `initialize` takes
+    def __init__(  # noqa: PLR0913, PLR0915  what `initialize` takes, part by part
         self,
         model: nn.Module,
         training: TrainingConfig,

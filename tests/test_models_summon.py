@@ -178,11 +178,13 @@ def penalized_by_call(model: torch.nn.Module, backward: m.Backward, step: int, r
 @pytest.mark.gloo
 def test_a_penalty_by_call_gives_the_references_gradient_at_every_stage(run_ranks):
     path, recipe = "test_models_flow:Net", "test_models_summon:penalized_by_call"
-    cases = {f"{s} {k}": (path, ("tied",), m.config(s, k), 3, recipe) for s in (0, 1, 2, 3) for k in (1, 2)}
+    cases = {
+        f"{s} {k}": (path, ("tied",), m.config(s, k), 3, recipe) for s, k in ((0, 1), (1, 2), (2, 2), (3, 1), (3, 2))
+    }
     results = run_ranks(2, m.train_each, cases)
     for accumulation in (1, 2):
         want = m.reference(path, ("tied",), steps=3, world_size=2, accumulation=accumulation, recipe=recipe)
-        for stage in range(4):
+        for stage in [s for s in range(4) if f"{s} {accumulation}" in results[0]]:
             found = [r[f"{stage} {accumulation}"] for r in results]
             if accumulation == 2:  # the value comes with the last micro-step only, in the reference with each
                 want["losses"] = np.mean([r["losses"] for r in found], axis=0).reshape(3, -1).mean(axis=1)

@@ -21,7 +21,7 @@ from zplan.runtime import weights as w
 from zplan.runtime.initialize import initialize, meta_init
 from zplan.runtime.verify import Meter
 
-NAMES = ("llama-tied", "gpt2", "opt", "bert")
+NAMES = ("llama-tied", "gpt2", "bert")
 
 
 OPENED: list[w.WeightFolder] = []
@@ -66,9 +66,9 @@ def test_each_rank_reads_its_own_bytes_and_holds_no_model(run_ranks, tmp_path):
         model = model_of(name).bfloat16()
         model.save_pretrained(tmp_path / name, max_shard_size="30KB")
         expected[name] = {n: p.detach().float().numpy() for n, p in model.named_parameters()}
-    for r in run_ranks(2, loads, str(tmp_path), (0, 1, 3)):
+    for r in run_ranks(2, loads, str(tmp_path), (1, 3)):
         for name in NAMES:
-            for stage in (0, 1, 3):
+            for stage in (1, 3):
                 params, read, kept, held, peak, largest = r[f"{name} {stage}"]
                 for n, value in expected[name].items():
                     np.testing.assert_array_equal(params[n], value, err_msg=f"{name} {n}")
