@@ -137,7 +137,6 @@ class Engine(nn.Module):
         """`initialize` puts a torch scheduler here."""
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         blocks_run = [f.module for f in found if f.unit.kind == "block"]
-        check_compiled(self.choice)
         self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.hooks.ahead = training.prefetch_numel if training.overlap else 0
@@ -577,5 +576,6 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         reduce_dtype=training.reduce_dtype,
         offload=training.offload,
     )
+    check_compiled(choice)
     refuse_unrunnable(choice)
     return choice
