@@ -69,7 +69,8 @@ class Held:
 class Simulation:
     """One step on a tape. `working[p]`: levels of phase p above what is held in it; `detail`: what each unit saves.
 
-    `flops[p]` and `written[p]`: the operations of phase p's matrix products, and the bytes that its other ops write.
+    `flops[p]`, `attention[p]` and `written[p]`: the operations of phase p's matrix products and of its fused attention,
+    and the bytes that its other ops write.
     """
 
     phases: tuple[str, ...]
@@ -79,6 +80,7 @@ class Simulation:
     blocks: int
     """How many blocks ran; of a deeper model the last but one stands for those in between."""
     flops: tuple[Level, ...]
+    attention: tuple[Level, ...]
     written: tuple[Level, ...]
 
     @property
@@ -416,6 +418,7 @@ def _read(tape: Tape, blocks: int) -> Simulation:
         ),
         blocks,
         tuple(map(tuple, tape.flops)),
+        tuple(map(tuple, tape.attention)),
         tuple(map(tuple, tape.written)),
     )
 

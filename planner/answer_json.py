@@ -79,6 +79,7 @@ def _times(e: Estimate) -> list[dict[str, Any]]:
 def row_json(row: Row) -> dict[str, Any]:
     """One stage's row."""
     return {
+        "runtime": row.choice.runtime,
         "stage": row.choice.stage,
         "world_size": row.choice.world_size,
         "checkpointing": row.choice.checkpointing,

@@ -20,7 +20,16 @@ from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import textbook_states
 from zplan.planner.tiers import TierUse, tier_uses
 from zplan.planner.units import format_percent
-from zplan.planner.verdict import Decision, Verdict, beyond_offload, decisions, judge, judge_states, judge_tiers
+from zplan.planner.verdict import (
+    Decision,
+    Verdict,
+    beyond_offload,
+    decisions,
+    judge,
+    judge_states,
+    judge_tiers,
+    whose_buffers,
+)
 
 if TYPE_CHECKING:
     from zplan.planner.plan_file import Plan
@@ -118,8 +127,12 @@ class Estimate:
             textbook_traffic(
                 self.model.reckoned_params, s, world_size=self.hardware.world_size, accumulation=r.choice.accumulation
             )
-            for s, r in zip(STAGES, self.rows, strict=True)
+            for s, r in zip(STAGES, map(self.row_of, STAGES), strict=True)
         )
+
+    def row_of(self, stage: int) -> Row:
+        """The row of a stage; the picked one where the runtime does not have it."""
+        return next((r for r in self.rows if r.choice.stage == stage), self.row)
 
     def to_json(self) -> str:
         """Everything in exact bytes, as one JSON document."""
@@ -165,6 +178,11 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     device: str | None = None,
     compile: bool = False,  # noqa: A002 - the option's name
     saving: str | None = None,
+    runtime: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    cp: int | None = None,
+    hpz: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
     lora: int | None = None,
@@ -189,7 +207,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     margin
         What stays free of a card beyond the interval of the total: a share (`"15%"`) or a size.
     efficiency
-        Share of the card's dense peak that matrix products reach in a step; 0.5 where left out.
+        Share of the card's dense peak that matrix products reach in a step; 0.5 where left out, 0.7 on A100.
     network
         GB/s that a node sends to others.
     tokens, epochs, examples
@@ -198,6 +216,10 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Of one GPU for one hour.
     stage, accumulation, micro_batch, global_batch, seq, precision, checkpointing, attention, device, compile, saving
         Fix a choice; what is left out is chosen and marked so.
+    runtime
+        Whose buffers are counted: `zplan`, `deepspeed`, `fsdp2` or `ddp`. Only the first can be run by zplan.
+    tp, pp, cp, hpz
+        Ranks of tensor, pipeline and context parallelism and of hpZ's second shard; DeepSpeed and FSDP2 only.
     offload, offload_params
         Where the optimizer and the parameters lie between their uses: `none`, `cpu` or `nvme`.
     offload_ratio
@@ -236,6 +258,7 @@ def answer(request: Request) -> Estimate:
     row, single = search.pick(rows), search.single()
     others, uses = beside(search.model.spec, row, search.hardware)
     verdict = _judge(search, row, single)
+    verdict = replace(verdict, text=verdict.text + whose_buffers(row))
     times = _timings(search, rows)
     return Estimate(
         request=request,
@@ -272,7 +295,7 @@ def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
         if search.request.goal.asked:
             raise ZplanError(
                 f"no hours can be told: {search.why_untimed(untimed.choice)}",
-                "name a card of `zplan gpus` with --gpu, and use --precision bf16",
+                "name a card of `zplan gpus` with --gpu, and use --precision bf16 and --runtime zplan",
             )
         return ()
     from zplan.planner.timing import timings
@@ -299,7 +322,7 @@ def beside(spec: ModelSpec, row: Row, hardware: Hardware) -> tuple[tuple[Activit
     c = row.choice
     others = activities(spec, c, row.ledger) if c.runtime == "zplan" else ()
     plain = [a for a in others if a.plain]
-    return others, tier_uses(row.ledger, plain, hardware, c.world_size, row.margin_bytes)
+    return others, tier_uses(row.ledger, plain, hardware, c.num_gpus, row.margin_bytes)
 
 
 def _with_ring(request: Request, model: Model) -> Request:
@@ -389,6 +412,11 @@ def plan(  # noqa: PLR0913 - as `estimate`
     device: str | None = None,
     compile: bool = False,  # noqa: A002 - the option's name
     saving: str | None = None,
+    runtime: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    cp: int | None = None,
+    hpz: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     offline: bool = False,
     lora: int | None = None,

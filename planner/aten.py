@@ -647,7 +647,7 @@ class Aten:
 
         def backward(g: Grads, s: Grads) -> Outs:
             # Scores again, and gradients of scores, queries, keys and values.
-            self.tape.multiply(b, h, t, t, d, times=5, per=1 + causal)
+            self.tape.attend(b, h, t, t, d, times=5, causal=causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":
                 grads: Outs = [self._row_major_heads(x.shape, x.itemsize, f"{n}.grad") for x, n in pairs]
@@ -666,7 +666,7 @@ class Aten:
             return grads
 
         def make() -> list[Value]:
-            self.tape.multiply(b, h, t, t, d, times=2, per=1 + causal)
+            self.tape.attend(b, h, t, t, d, times=2, causal=causal)
             if kernel == "efficient":
                 out = self._row_major_heads(q.shape, q.itemsize, "attention output")
                 lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")

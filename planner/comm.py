@@ -45,34 +45,43 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     unit once, after the step. At stage 3 so do resident units; the others are gathered as `ring_gathers` says. Frozen
     units have no gradients, and where they are resident they never change.
     """
+    if choice.runtime != "zplan":
+        from zplan.planner.peer_rate import peer_traffic
+
+        return peer_traffic(spec, choice)
     n, k = choice.world_size, choice.accumulation
     if placements is None:
         placements = place(spec, choice)
-    rings = {
-        ring: _ring_numel(placements, ring, choice) for ring in dict.fromkeys(p.ring for p in placements if p.ring)
-    }
-    beside = _beside(spec, choice, placements, sum(rings.values()))
+    gathered = ring_bytes(placements, choice)
+    beside = _beside(spec, choice, placements, gathered)
     if n == 1:
         return replace(beside, gather_bytes=0, reduce_bytes=0)
     trained = [p for p in placements if not p.frozen]
     sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1)
     if not shards_states(choice):
         return replace(beside, reduce_bytes=2 * sent * choice.reduce_itemsize)
-    gathered = sum(p.layout.padded_numel for p in trained if not p.ringed) + sum(rings.values())
+    gathered += sum(p.buffer_bytes(choice) for p in trained if not p.ringed)
     reduces = 1 if choice.stage == 1 else k
+    reduced = reduces * sent * wire_itemsize(choice)
+    return replace(beside, gather_bytes=gathered // n * (n - 1), reduce_bytes=reduced)
+
+
+def wire_itemsize(choice: Choice) -> int:
+    """Bytes of one gradient element on its way: an exchange carries the compute dtype, a sum in place its own."""
     exchanges = choice.reduce == "exchange" and uses_reduce_slots(choice)
-    itemsize = choice.itemsize if exchanges else choice.reduce_itemsize
-    return replace(
-        beside, gather_bytes=gathered // n * (n - 1) * choice.itemsize, reduce_bytes=reduces * sent * itemsize
-    )
+    return choice.itemsize if exchanges else choice.reduce_itemsize
 
 
-def _ring_numel(placements: Sequence[Placement], ring: str, choice: Choice) -> int:
-    """Elements gathered into one ring in a step."""
+def ring_bytes(placements: Sequence[Placement], choice: Choice) -> int:
+    """Whole bytes of all units that are gathered into a ring in one step, as often as they are."""
+    return sum(_ring(placements, ring, choice) for ring in dict.fromkeys(p.ring for p in placements if p.ring))
+
+
+def _ring(placements: Sequence[Placement], ring: str, choice: Choice) -> int:
     members = [p for p in placements if p.ring == ring]
     blocks = [i for i, p in enumerate(members) if p.unit.kind == "block"]
     return ring_gathers(
-        tuple((p.layout.padded_numel, p.reads_in_backward) for p in members),
+        tuple((p.buffer_bytes(choice), p.reads_in_backward) for p in members),
         choice.ring_slots,
         accumulation=choice.accumulation,
         every=choice.checkpoint_every if choice.checkpointing == "full" else 1,
@@ -80,8 +89,8 @@ def _ring_numel(placements: Sequence[Placement], ring: str, choice: Choice) -> i
     )
 
 
-def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], ring_numel: int) -> Traffic:
-    """What goes to the host and to disk; `ring_numel`: elements gathered into rings in a step."""
+def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], gathered: int) -> Traffic:
+    """What goes to the host and to disk; `gathered`: whole bytes gathered into rings in a step."""
     if choice.offload.optimizer == "none" and not choice.checkpoint_offload:
         return Traffic(0, 0)
     from zplan.planner.offload_work import offload_work
@@ -91,9 +100,10 @@ def _beside(spec: ModelSpec, choice: Choice, placements: Sequence[Placement], ri
     trained = [p for p in placements if not p.frozen]
     total = sum(p.layout.padded_numel for p in trained)
     block = sum(p.layout.padded_numel for p in trained if p.ringed and p.unit.kind == "block") / arch.layers
-    off = offload_work(choice, total, block, layers=arch.layers, hidden=arch.hidden)
+    guests = sum(p.layout.padded_numel for p in trained if p.ringed and p.unit.kind != "block")
+    off = offload_work(choice, total, block, layers=arch.layers, hidden=arch.hidden, guests=guests)
     inputs = choice.accumulation * off.layers * off.input_bytes
-    fetched = 0 if choice.offload.params == "none" else ring_numel // choice.world_size * choice.itemsize
+    fetched = 0 if choice.offload.params == "none" else gathered // choice.world_size
     return Traffic(
         0, 0, off.down_bytes + inputs, off.up_bytes + inputs + fetched, off.disk_read_bytes, off.disk_written_bytes
     )
@@ -108,7 +118,7 @@ def ring_gathers(
     every: int = 1,
     blocks: tuple[int, int] | None = None,
 ) -> int:
-    """Elements gathered per optimizer step by the members of one ring, which take its `slots` slots in turn.
+    """What is gathered per optimizer step by the members of one ring, which take its `slots` slots in turn.
 
     Each micro-step runs them up and down. The last ones up are still in their slots on the way down, and the last ones
     down at the next micro-step, which therefore gathers less than the first: after the step all values are new.
@@ -116,7 +126,7 @@ def ring_gathers(
     Parameters
     ----------
     members
-        `(elements, whether backward reads them)` in forward order.
+        `(elements or bytes, whether backward reads them)` in forward order.
     every
         Blocks of one checkpointed segment, which are all run again before the way down through them: where there are
         more than slots, that is a third gather.

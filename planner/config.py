@@ -124,6 +124,11 @@ class Choice:
         return self.micro_batch * self.accumulation * self.world_size
 
     @property
+    def num_gpus(self) -> int:
+        """Over all nodes: data-parallel ranks times those that share one copy of the model."""
+        return self.world_size * self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.precision]
 

@@ -53,7 +53,11 @@ def emit(plan: Plan, form: str) -> tuple[str, tuple[str, ...]]:
     if form not in _WRITERS:
         near = did_you_mean(form, FORMATS) or f"use one of {', '.join(FORMATS)}"
         raise ZplanError(f"there is no format `{form}`", near)
-    for limit in limits(plan.choice, plan.spec):
+    if plan.choice.runtime != "zplan":
+        from zplan.planner.peer_plan import refuse_format
+
+        refuse_format(plan.choice, form)
+    for limit in limits(plan.choice, plan.spec) if plan.choice.runtime == "zplan" else ():
         if form != "zplan" and limit.key not in ("--optimizer", "--reduce-dtype"):
             raise ZplanError(f"`{limit.words}` has no words in the format `{form}`", limit.instead)
     return _WRITERS[form](plan)
@@ -68,7 +72,7 @@ def _zplan(plan: Plan) -> tuple[str, tuple[str, ...]]:
 
 
 def _deepspeed(plan: Plan) -> tuple[str, tuple[str, ...]]:
-    notes = ["the ledger is zplan's: DeepSpeed has reduce buckets and gathered copies of its own"]
+    notes = [_whose(plan, "DeepSpeed has reduce buckets and gathered copies of its own")]
     if plan.choice.stage in (1, 2):
         notes.append(
             "DeepSpeed all-reduces gradients at stages 1 and 2 by default: twice the bytes of a reduce-scatter"
@@ -78,6 +82,15 @@ def _deepspeed(plan: Plan) -> tuple[str, tuple[str, ...]]:
     if plan.choice.checkpointing == "full":
         notes.append("checkpointing is the model's own business there: model.gradient_checkpointing_enable()")
     return render(plan.ds_config()) + "\n", tuple(notes)
+
+
+def _whose(plan: Plan, otherwise: str) -> str:
+    """Which runtime's ledger a plan has."""
+    if plan.choice.runtime == "zplan":
+        return f"the ledger is zplan's: {otherwise}"
+    from zplan.planner.peer_plan import told
+
+    return told(plan.choice)
 
 
 def _accelerate(plan: Plan) -> tuple[str, tuple[str, ...]]:
@@ -163,8 +176,8 @@ def _fsdp2(plan: Plan) -> tuple[str, tuple[str, ...]]:
         )
     if plan.choice.precision == "fp16":
         raise ZplanError("fp16 is not built into the FSDP2 script yet", "plan with --precision bf16")
-    notes = ["the ledger is zplan's: FSDP2 has gathered copies and a reduce input of its own"]
-    if plan.choice.stage in (1, 2):
+    notes = [_whose(plan, "FSDP2 has gathered copies and a reduce input of its own")]
+    if plan.choice.stage in (1, 2) and plan.choice.runtime == "zplan":
         notes.append("FSDP2 has no stage 1 or 2: blocks stay gathered between forward and backward instead")
     if plan.choice.precision == "bf16":
         notes.append("parameters are fp32 shards, gathered in bf16 and reduced in fp32, as in the plan")

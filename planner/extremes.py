@@ -8,6 +8,7 @@ from typing import Any
 
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.halving import Lazy, largest_multiple
+from zplan.planner.peer_rules import model_ranks
 from zplan.planner.request import Request
 from zplan.planner.search import SEQ_STEP, Row, Search
 from zplan.planner.units import GIB, format_count, format_gib
@@ -166,11 +167,12 @@ def fewest(request: Request, open_: Open, accept: Callable[[Search], Row | None]
     Beyond one node in whole nodes. With a global batch only numbers that divide it count.
     """
     step = request.nodes
-    counts = [n for n in (*range(1, PER_NODE), *range(PER_NODE, MOST_GPUS + 1, PER_NODE)) if n % step == 0]
+    group = model_ranks(request.fixed)
+    counts = [n for n in (*range(1, PER_NODE), *range(PER_NODE, MOST_GPUS + 1, PER_NODE)) if n % step == n % group == 0]
     train = request.get("global_batch")
     if train is not None:
         unit = (request.get("micro_batch") or 1) * (request.get("accumulation") or 1)
-        counts = [n for n in counts if train % (n * unit) == 0]
+        counts = [n for n in counts if train % (n // group * unit) == 0]
 
     def at(negative: int) -> tuple[Search, Row] | None:
         gpus = -negative

@@ -38,8 +38,10 @@ def _fully(search: Search) -> Row | None:
 
 def _offloaded(search: Search) -> Row | None:
     """Optimizer states in host memory; parameters too where that is not enough. Host memory is not limited."""
+    if search.request.get("runtime") in ("fsdp2", "ddp"):
+        return None  # no offload of theirs is counted
     for offload in (Offload("cpu"), Offload("cpu", "cpu")):
-        batches = search.batches(search.hardware.world_size)
+        batches = search.batches(search.ranks)
         for stage in (2, 3) if offload.params == "none" else (3,):
             for checkpointing in search.checkpointings:
                 row = search.row(search.choice(stage, batches[0], checkpointing, offload=offload))

@@ -10,7 +10,7 @@ from zplan.planner.batch import Batch
 from zplan.planner.config import Choice, Offload
 from zplan.planner.errors import ZplanError
 from zplan.planner.runnable import limits
-from zplan.planner.search import STAGES, TIE, Row, Search
+from zplan.planner.search import TIE, Row, Search
 from zplan.planner.step_time import StepTime
 from zplan.planner.timing import told
 from zplan.planner.units import format_gib
@@ -126,7 +126,7 @@ def _cells(place: int, run: Run) -> list[str]:
 def ways(search: Search, batches: Sequence[Batch]) -> Iterator[list[Choice]]:
     """Choices of one stage, checkpointing and offload each, by rising micro-batch."""
     asked = search.request.get("stage")
-    for stage in STAGES if asked is None else (asked,):
+    for stage in search.stages if asked is None else (asked,):
         for checkpointing in search.checkpointings:
             for offload in _offloads(search, stage):
                 yield [search.choice(stage, b, checkpointing, offload=offload) for b in batches]
@@ -150,7 +150,7 @@ def front(search: Search, most: int) -> Front:
     fitting: list[Run] = []
     rejected: list[Rejected] = []
     spec = search.model.spec
-    for choices in ways(search, search.batches(search.hardware.world_size)):
+    for choices in ways(search, search.batches(search.ranks)):
         for choice in choices:
             row = search.row(choice)
             if not row.fits:

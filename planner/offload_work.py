@@ -55,7 +55,9 @@ class OffloadWork:
         return self.fetch_bytes / at.pcie
 
 
-def offload_work(choice: Choice, numel: float, block: float, *, layers: int, hidden: int) -> OffloadWork:
+def offload_work(  # noqa: PLR0913 - sizes of the model
+    choice: Choice, numel: float, block: float, *, layers: int, hidden: int, guests: float = 0.0
+) -> OffloadWork:
     """Traffic and host work of a choice.
 
     Parameters
@@ -64,6 +66,8 @@ def offload_work(choice: Choice, numel: float, block: float, *, layers: int, hid
         Elements of the whole model and of one block, padding included.
     layers, hidden
         Of the model; they size the inputs of checkpointed blocks.
+    guests
+        Elements of other units that are gathered into the blocks' ring.
     """
     where, k = choice.offload, choice.accumulation
     inputs = 0
@@ -78,7 +82,7 @@ def offload_work(choice: Choice, numel: float, block: float, *, layers: int, hid
     fetched = 0 if where.params == "none" else round(block / choice.world_size * choice.itemsize)
     return OffloadWork(
         down_bytes=times * owned * choice.reduce_itemsize,
-        up_bytes=round(owned * (1 - layers * block / numel if fetched else 1)) * choice.itemsize,
+        up_bytes=round(owned * (1 - (layers * block + guests) / numel if fetched else 1)) * choice.itemsize,
         fetch_bytes=fetched,
         input_bytes=inputs,
         host_bytes=owned * (HOST_STEP_BYTES + choice.itemsize),

@@ -129,6 +129,7 @@ class Coordinator:
         self.numels, self.events, self.sizes = numels, events, sizes
         self.itemsize, self.ranks, self.host = itemsize, ranks, host
         self.order = [e.params for e in events if e.fetch]
+        self.passed = [sum(numels[i] for i in params) for params in self.order]
         self.persistent = {i for i, n in enumerate(numels) if n <= sizes.stage3_param_persistence_threshold}
         self.available = set(self.persistent)
         self.inflight: dict[int, _Buffer] = {}
@@ -213,11 +214,11 @@ class Coordinator:
         """`release_sub_module`."""
         going = {i for i in params if i not in self.persistent and self.fetched_for.get(i, -1) <= self.step}
         passed = 0
-        for later in self.order[self.step :]:
-            if not going or passed >= self.sizes.stage3_max_reuse_distance:
-                break
-            going -= set(later)
-            passed += sum(self.numels[i] for i in later)
+        at = self.step
+        while going and at < len(self.order) and passed < self.sizes.stage3_max_reuse_distance:
+            going.difference_update(self.order[at])
+            passed += self.passed[at]
+            at += 1
         for i in going:
             self._release(i)
 

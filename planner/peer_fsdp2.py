@@ -116,7 +116,8 @@ def _lines_of(
 def _gradients(w: Wrapped) -> Iterator[Line]:
     """Sharded gradients, views of what each reduce-scatter gave; and whole ones between micro-steps."""
     at, end = w.time.at, len(w.time.phases) - 1
-    born = [(g, at(f"reduce.{g.first}")) for g in (*w.blocks, w.root)]
+    # The root is reduced when all of backward is over.
+    born = [*((g, at(f"reduce.{g.first}")) for g in w.blocks), (w.root, w.time.last_backward)]
     shards = [(_part(g, w.ranks), (phase, end)) for g, phase in born]
     yield from _lines_of(w, "grads.shard", FP32, shards, f"{_COLLECTIVES}: foreach_reduce, views of its output")
     if w.choice.accumulation > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from zplan.planner.config import Choice
@@ -98,7 +99,7 @@ class Split:
     flat_numel: int
     flushes: tuple[Flush, ...]
 
-    @property
+    @cached_property
     def owned(self) -> list[Arrival]:
         """Parameters of which this rank owns a piece, in the order of backward."""
         return [a for a in arrivals(self.units) if self.parts.owned(a, self.rank)]
@@ -120,8 +121,17 @@ class Split:
 def split(spec: ModelSpec, choice: Choice, time: Timeline, rank: int) -> Split:
     units = tuple(trained(spec.units))
     flat = ceil_multiple(numel_of(units), ALIGNMENT * choice.world_size)
-    found = flushes(units, choice.zero.reduce_bucket_size, time)
-    return Split(units, choice, time, rank, cut(units, flat, choice.world_size), flat, tuple(found))
+    found, parts = _cut(units, time.phases, choice.zero.reduce_bucket_size, flat, choice.world_size)
+    return Split(units, choice, time, rank, parts, flat, found)
+
+
+@lru_cache(maxsize=16)
+def _cut(
+    units: tuple[Unit, ...], phases: tuple[str, ...], bucket_numel: int, flat_numel: int, ranks: int
+) -> tuple[tuple[Flush, ...], Parts]:
+    """What all ranks and batches share."""
+    time = Timeline(phases, {phase: i for i, phase in enumerate(phases)})
+    return tuple(flushes(units, bucket_numel, time)), cut(units, flat_numel, ranks)
 
 
 def stage12_lines(spec: ModelSpec, choice: Choice, time: Timeline, rank: int, micro_step: MicroStep) -> list[Line]:

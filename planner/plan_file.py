@@ -69,7 +69,12 @@ class Plan:
     def ds_config(self) -> dict[str, Any]:
         """The config in DeepSpeed's schema, every value explicit."""
         blocks = [u.numel for u in self.spec.units if u.kind == "block"]
-        return to_mapping(self.training, largest_block_numel=max(blocks, default=self.spec.num_params))
+        config = to_mapping(self.training, largest_block_numel=max(blocks, default=self.spec.num_params))
+        if self.choice.runtime != "deepspeed":
+            return config
+        from zplan.planner.peer_plan import deepspeed_config
+
+        return deepspeed_config(config, self.choice)
 
     def to_json(self) -> str:
         """The text of `plan.json`; `parse_plan` reads it back."""
@@ -116,7 +121,7 @@ def _document(plan: Plan) -> dict[str, Any]:
         "hardware": {**asdict(plan.hardware), "notes": list(plan.hardware.notes)},
         "config": plan.ds_config(),
         "settings": list(plan.settings),
-        "zplan": {**{name: getattr(c, name) for name in EXTRAS}, "device": c.device},
+        "zplan": {**{name: getattr(c, name) for name in EXTRAS}, "device": c.device, **_whole_choice(c)},
         "ledger": {
             "peak_bytes": plan.peak_bytes,
             "peak_phase": plan.ledger.peak_phase(),
@@ -127,7 +132,16 @@ def _document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, str]:
+def _whole_choice(choice: Choice) -> dict[str, Any]:
+    """What the config does not say of a choice of another runtime."""
+    if choice.runtime == "zplan":
+        return {}
+    from zplan.planner.peer_plan import choice_json
+
+    return {"choice": choice_json(choice)}
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Write the plan, and beside it a `ds_config.json` that DeepSpeed loads as it is. Both or neither.
 
     Beside a plan of another name than `plan.json` it is called `NAME.ds_config.json`, so that plans can share a folder.
@@ -135,7 +149,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, str]:
     Returns
     -------
     tuple
-        The two paths.
+        The two paths; one for a runtime that reads no such config.
 
     Raises
     ------
@@ -147,6 +161,9 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, str]:
     beside = os.path.join(os.path.dirname(name), "ds_config.json" if stem == "plan" else f"{stem}.ds_config.json")
     if name.endswith("ds_config.json"):
         raise ZplanError("`ds_config.json` is the name of the DeepSpeed config beside the plan", "use -o plan.json")
+    if plan.choice.runtime in ("fsdp2", "ddp"):
+        write_files({name: plan.to_json()})
+        return (name,)
     if os.path.exists(beside) and not _is_ours(name, beside):
         raise ZplanError(
             f"`{beside}` is there already and does not belong to `{name}`",

@@ -161,7 +161,10 @@ def _read_config(
     document: Mapping[str, Any], where: str, source: str, world_size: int
 ) -> tuple[TrainingConfig, Choice]:
     extras = want_object("zplan", where, document["zplan"])
+    whole = extras.pop("choice", None)
     _whole(extras, (*EXTRAS, "device"), f"`zplan` of {where}")
+    if whole is not None:
+        return _read_other(document, extras, want_object("choice", where, whole), where)
     device = _one_of("device", f"`zplan` of {where}", extras.pop("device"), Device)
     config = {**want_object("config", where, document["config"]), "zplan": extras}
     training = from_mapping(config, world_size=world_size, source=f"config of {source}")
@@ -172,6 +175,20 @@ def _read_config(
     given = frozenset(_strings("settings", where, document["settings"])) & frozenset(FREE)
     ahead = training.prefetch_numel if "prefetch_numel" in given else None
     return replace(training, given=given, notes=(), prefetch_numel=ahead), choice
+
+
+def _read_other(
+    document: Mapping[str, Any], extras: Mapping[str, Any], whole: Mapping[str, Any], where: str
+) -> tuple[TrainingConfig, Choice]:
+    """A choice of another runtime, which the config alone does not say."""
+    from zplan.planner.peer_plan import plain, read_choice
+
+    choice = read_choice(whole, f"`choice` of `zplan` of {where}")
+    own = {name: value for name, value in extras.items() if name in EXTRAS}
+    config = {**plain(want_object("config", where, document["config"])), "zplan": own}
+    training = from_mapping(config, world_size=choice.world_size, source=f"config of {where}")
+    shared = {n: getattr(choice, n) for n in set(_names(Choice)) & set(_names(TrainingConfig))}
+    return replace(training, **shared, given=frozenset(), notes=()), choice
 
 
 def _read_decision(value: Any, where: str) -> Decision:
@@ -221,7 +238,7 @@ def _read_line(block: dict[str, Any], where: str, num_phases: int) -> Line:
 def _check_ledger(plan: Plan, block: Mapping[str, Any], where: str) -> None:
     """The ledger must be what this zplan allocates for this config, else the file and the run would disagree."""
     overheads = tuple(x for x in plan.lines if x.kind == "overhead")
-    same = predict(plan.spec, plan.choice, overheads=overheads) == plan.ledger
+    same = predict(plan.spec, plan.choice, overheads=overheads, rank=None) == plan.ledger
     if not same or (block["peak_bytes"], block["peak_phase"]) != (plan.peak_bytes, plan.ledger.peak_phase()):
         why = (
             f"it was made by zplan {plan.zplan_version}"

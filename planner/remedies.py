@@ -37,11 +37,12 @@ def remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
     """Changes to a row that make it fit, the cheapest in time first; where no single one does, to its leanest form."""
     c = row.choice
     found = tuple(_changes(search, c, ""))
-    lean = replace(c, stage=3 if c.world_size > 1 else c.stage, checkpointing="full")
+    top = search.stages[-1]
+    lean = replace(c, stage=top if c.world_size > 1 else c.stage, checkpointing="full")
     base = row
     if not found and lean != c:
-        words = "stage 3 and full checkpointing" if c.world_size > 1 else "full checkpointing"
-        option = "--stage 3 --checkpointing full" if c.world_size > 1 else "--checkpointing full"
+        words = f"stage {top} and full checkpointing" if c.world_size > 1 else "full checkpointing"
+        option = f"--stage {top} --checkpointing full" if c.world_size > 1 else "--checkpointing full"
         base = search.row(lean)
         both = (_remedy(search, c, words, option, base),) if base.fits else ()
         found = (*both, *_changes(search, lean, f"{option} ", c))
@@ -136,8 +137,9 @@ def _changes(search: Search, choice: Choice, prefix: str, before: Choice | None 
 
 def _candidates(search: Search, c: Choice) -> Iterator[tuple[str, str, Choice]]:
     """`(in words, option, choice)` of each change, the cheapest in time first."""
-    if c.stage < 3 and c.world_size > 1:
-        yield "stage 3", "--stage 3", replace(c, stage=3)
+    top = search.stages[-1]
+    if c.stage < top and c.world_size > 1:
+        yield f"stage {top}", f"--stage {top}", replace(c, stage=top)
     if c.saving == "background" and not search.row(c).off_device.fits:
         yield "checkpoints in the foreground", "--saving foreground", replace(c, saving="foreground")
     if c.checkpointing == "none":
@@ -151,8 +153,8 @@ def _candidates(search: Search, c: Choice) -> Iterator[tuple[str, str, Choice]]:
         yield f"sequences of {seq:,}", f"--seq {seq}", replace(c, seq=seq)
     more = _more_gpus(search, c)
     if more is not None:
-        stage = "" if more.stage == c.stage else " --stage 3"
-        yield f"{more.world_size} GPUs at stage {more.stage}", f"--gpus {more.world_size}{stage}", more
+        stage = "" if more.stage == c.stage else f" --stage {more.stage}"
+        yield f"{more.num_gpus} GPUs at stage {more.stage}", f"--gpus {more.num_gpus}{stage}", more
 
 
 def _smaller_batch(search: Search, c: Choice) -> Choice | None:
@@ -170,7 +172,7 @@ def _more_gpus(search: Search, c: Choice) -> Choice | None:
     n, per_rank = c.world_size * 2, c.micro_batch * c.accumulation
     while n <= MOST_GPUS:
         accumulation = max(1, per_rank * c.world_size // (c.micro_batch * n))
-        changed = replace(c, stage=3, world_size=n, accumulation=accumulation)
+        changed = replace(c, stage=search.stages[-1], world_size=n, accumulation=accumulation)
         same = changed.global_batch == c.global_batch or not search.request.get("global_batch")
         if same and search.row(changed).fits:
             return changed

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from zplan.planner.comm import textbook_volume
 from zplan.planner.interval import told_range, told_spread
+from zplan.planner.peer_rules import NAMES
 from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK
 from zplan.planner.units import format_count, format_gb, format_gib, format_percent, format_small
@@ -113,7 +114,7 @@ def _textbook(e: Estimate) -> list[str]:
     for stage, (nbytes, rate, sent) in enumerate(zip(e.textbook(), TEXTBOOK, e.textbook_traffic(), strict=True)):
         habit = nbytes * 100 <= e.hardware.mem_bytes * RULE_OF_THUMB
         below += [stage] if habit else []
-        volume = f"{textbook_volume(stage, e.rows[stage].choice.accumulation)}P"
+        volume = f"{textbook_volume(stage, e.row_of(stage).choice.accumulation)}P"
         share = f"{100 * nbytes / e.hardware.mem_bytes:.0f} %"
         rows.append([str(stage), rate.formula(), format_gb(nbytes), format_gib(nbytes), share, volume, format_gb(sent)])
     beside = ", and the frozen base beside them, split at stage 3" if e.model.spec.adapters else ""
@@ -138,7 +139,7 @@ def _runtime(e: Estimate) -> list[str]:
     c = e.row.choice
     head = ["stage", "checkpt", "batch", *KINDS, "peak", "at most", "of card", "sent GB", "fits", "peak phase"]
     return [
-        f"zplan's runtime: GiB of one GPU in its peak phase ({c.precision}, sequence {c.seq}; "
+        f"{NAMES[c.runtime]}: GiB of one GPU in its peak phase ({c.precision}, sequence {c.seq}; "
         "batch = micro-batch x accumulation)",
         *table(head, rows, "lllrrrrrrrrll"),
     ]

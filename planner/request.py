@@ -18,12 +18,14 @@ from zplan.planner.config import (
     Place,
     Precision,
     Reduce,
+    Runtime,
     Saving,
     Transport,
 )
 from zplan.planner.cost import Goal
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.interval import Margin, parse_margin
+from zplan.planner.peer_rules import PARALLEL, check_request
 from zplan.planner.units import parse_bytes, parse_count
 
 MOST = 10**9
@@ -60,6 +62,11 @@ OPTION = {
     "saving": "--saving",
     "piece_numel": "`reduce_bucket_size`",
     "persist_numel": "`stage3_param_persistence_threshold`",
+    "runtime": "--runtime",
+    "tensor_parallel": "--tp",
+    "pipeline_parallel": "--pp",
+    "context_parallel": "--cp",
+    "hpz": "--hpz",
 }
 """What fixes a choice, and what it is called."""
 
@@ -128,12 +135,16 @@ class Request:
         return self.fixed.get(name)
 
 
+_SHORT = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
+"""Arguments that are called otherwise in a choice."""
+
 ARGUMENTS = (
     *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
     *("efficiency", "network", "tokens", "epochs", "examples", "price"),
     *("offload_params", "offload_ratio", "config", "offline"),
     *("lora", "lora_targets", "lora_embeddings", "qlora"),
-    *OPTION,
+    *_SHORT,
+    *(name for name in OPTION if name not in _SHORT.values()),
 )
 """Names that `make_request` knows."""
 
@@ -157,6 +168,8 @@ def make_request(given: Mapping[str, Any]) -> Request:
         if name not in ARGUMENTS:
             raise ZplanError(f"unknown argument `{name}`", did_you_mean(name, ARGUMENTS) or "see the documentation")
     given = {name: _of_type(name, value) for name, value in given.items()}
+    asked = {name: _plain(given[name]) for name in ARGUMENTS if name in given}
+    given = {_SHORT.get(name, name): value for name, value in given.items()}
     _refuse_unbuilt(given)
     fixed = {name: _check(name, given[name]) for name in OPTION if name in given and name != "offload"}
     if {"offload", "offload_params", "offload_ratio"} & set(given):
@@ -166,6 +179,11 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed["stage"], fixed_by["stage"] = 3, "--offload-params"
     settings, notes = _merge_config(given["config"], fixed, fixed_by) if "config" in given else ({}, ())
     _settle_checkpointing(fixed, fixed_by)
+    tuning = _tuning(given)
+    if {"runtime", *PARALLEL} & set(fixed):
+        check_request(fixed)
+        if tuning is not None and fixed.get("runtime", "zplan") != "zplan":
+            raise ZplanError(f"`--lora` is not counted with --runtime {fixed['runtime']}", "use --runtime zplan")
     return Request(
         model=given.get("model"),
         params=parse_count(given["params"], "--params") if "params" in given else None,
@@ -182,9 +200,9 @@ def make_request(given: Mapping[str, Any]) -> Request:
         fixed=fixed,
         fixed_by=fixed_by,
         settings=settings,
-        tuning=_tuning(given),
+        tuning=tuning,
         offline=bool(given.get("offline")),
-        asked={name: _plain(given[name]) for name in ARGUMENTS if name in given},
+        asked=asked,
         notes=notes,
     )
 
@@ -313,6 +331,7 @@ _WORDS = {
     "kernels": get_args(Kernels),
     "saving": get_args(Saving),
     "reduce_dtype": ("fp32", "bf16"),
+    "runtime": get_args(Runtime),
 }
 
 

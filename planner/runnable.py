@@ -9,6 +9,7 @@ from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.models import ModelSpec
 from zplan.planner.optimizers import KINDS, kind_of
+from zplan.planner.peer_rules import NAMES
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ def _limits(c: Choice) -> Iterator[Limit]:
     if not kind_of(c.optimizer).runnable:
         can = ", ".join(name for name, kind in KINDS.items() if kind.runnable)
         yield Limit("--optimizer", c.optimizer, f"zplan's step is {can}", f"use --optimizer {can}")
+    if c.runtime != "zplan":
+        why = f"the buffers counted are {NAMES[c.runtime]}'s, and zplan runs its own runtime"
+        yield Limit("--runtime", c.runtime, why, "use --runtime zplan")
+        return
     if c.cross_entropy in ("bf16", "chunked"):
         yield Limit("--loss", c.cross_entropy, "zplan's decoders take it plain or fused", "use --loss plain or fused")
     if c.padded:

@@ -29,6 +29,7 @@ from zplan.planner.halving import Lazy, largest_multiple
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line
 from zplan.planner.overhead import overhead_lines
+from zplan.planner.peer_rules import PARALLEL, allowed_stages, check_shape, data_parallel
 from zplan.planner.placement import place
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
     from zplan.planner.step_time import StepTime
 
 STAGES = (0, 1, 2, 3)
-TRAINING = ("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded")
+TRAINING = (
+    *("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded"),
+    *("runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz"),
+)
 """Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
 POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
 """Families that cannot run a longer sequence than they have positions for."""
@@ -153,6 +157,16 @@ class Search:
             return arch.trait("window") - 1
         return min(arch.max_seq, arch.window or arch.max_seq)
 
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Stages to choose from: those that the runtime has with what is asked."""
+        return allowed_stages(self.request.fixed)
+
+    @cached_property
+    def ranks(self) -> int:
+        """Data-parallel ranks: the GPUs, unless several share one copy of the model."""
+        return data_parallel(self.hardware.world_size, self.request.fixed)
+
     @property
     def checkpointings(self) -> tuple[Checkpointing, ...]:
         """What may be chosen, in order of preference."""
@@ -199,7 +213,7 @@ class Search:
         if "offload" in fixed and stage < 3:
             # Below stage 3 parameters are whole on every rank, so there is nothing to fetch.
             fixed["offload"] = replace(fixed["offload"], params="none")
-        return Choice(
+        choice = Choice(
             stage=stage,
             world_size=batch.world_size,
             micro_batch=batch.micro,
@@ -208,6 +222,9 @@ class Search:
             checkpointing=checkpointing,
             **fixed,
         )
+        if choice.runtime != "zplan":
+            check_shape(self.model.arch, choice)
+        return choice
 
     def row(self, choice: Choice) -> Row:
         """Evaluate a choice, once."""
@@ -221,7 +238,8 @@ class Search:
             return (*extra, *self._pages(choice, phases))
 
         def write_out() -> Ledger:
-            return predict(self.model.spec, choice, overheads=further(self.phases))
+            # Of another runtime's ranks the one that holds most decides.
+            return predict(self.model.spec, choice, overheads=further(self.phases), rank=None)
 
         if foldable(choice):
             folding = self.folding(choice)
@@ -245,7 +263,7 @@ class Search:
             low_bytes=low,
             high_bytes=high,
             margin_bytes=self.request.margin.of(card),
-            off_device=OffDevice.of(vectors, self.hardware, choice.world_size),
+            off_device=OffDevice.of(vectors, self.hardware, choice.num_gpus),
             kinds={kind: values[at] for kind, values in device.items()},
             write_out=write_out,
         )
@@ -276,8 +294,9 @@ class Search:
 
     @cached_property
     def clock(self) -> Clock | None:
-        """What tells step times; None where no card is named, or the model's ops are not counted."""
-        if self.hardware.gpu is None or not counted(self.model.spec):
+        """What tells step times; None where no card is named, ops are not counted, or the runtime is another."""
+        zplan = self.request.get("runtime") in (None, "zplan")
+        if self.hardware.gpu is None or not counted(self.model.spec) or not zplan:
             return None
         from zplan.planner.clock import Clock
 
@@ -335,23 +354,28 @@ class Search:
 
     def rows(self) -> tuple[Row, ...]:
         """One row for each stage."""
-        batches = self.batches(self.hardware.world_size)
-        return tuple(self.best(stage, batches) for stage in STAGES)
+        batches = self.batches(self.ranks)
+        return tuple(self.best(stage, batches) for stage in self.stages)
 
     def pick(self, rows: Sequence[Row]) -> Row:
         """The row to run: the stage asked for, else the fastest that fits, else the one that misses by least."""
         stage = self.request.get("stage")
         if stage is not None:
-            return rows[STAGES.index(stage)]
+            return rows[self.stages.index(stage)]
         fitting = [r for r in rows if r.fits]
         return self.fastest(fitting) if fitting else min(rows, key=lambda r: r.peak_bytes)
 
     def single(self) -> Row:
         """The best row of one GPU alone, with the same global batch."""
-        world_size = self.hardware.world_size
+        shared = [name for name in PARALLEL if self.request.get(name) not in (None, 1)]
+        if shared:
+            fixed = {k: v for k, v in self.request.fixed.items() if k not in shared}
+            alone = replace(self, request=replace(self.request, fixed=fixed), memo={})
+            return alone.best(alone.stages[0], [replace(b, world_size=1) for b in alone.batches(self.ranks)])
+        world_size = self.ranks
         times = world_size if self.request.get("global_batch") else 1
         offload = self.request.get("offload")
-        stage = 3 if offload is not None and offload.params != "none" else 0
+        stage = 3 if offload is not None and offload.params != "none" else self.stages[0]
         return self.best(stage, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
 
     def longest_seq(self, row: Row) -> int:

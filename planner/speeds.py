@@ -1,10 +1,12 @@
 """How fast a card and what is around it are: from our table, from measurements on a named machine, or assumed.
 
 [Note: efficiency] Matrix products in a training step do not reach a card's peak, nor what a single large product
-reaches. `EFFICIENCY` is the share of the peak that they do reach, attention included. Its default is the one number
-here that comes from whole training steps: zplan's own runs of a 1.3B and a 7B model on two H200s
-(`docs/benchmarks/runtime_h200x2_202611.md`). Everything else follows from the ops, from vendors' figures, or from a
-machine's own ceilings. Runs of other runtimes were not used. `docs/step-time.md` says how far off predictions are.
+reaches. `EFFICIENCY` is the share of the peak that they do reach. These shares are the only numbers here that come from
+whole training steps: that of Hopper from zplan's own runs of a 1.3B and a 7B model on two H200s
+(`docs/benchmarks/runtime_h200x2_202611.md`), that of the A100 from published runs of FSDP (MosaicML's llm-foundry,
+MPT 7B and 30B). Fused attention reaches what FlashAttention-2 is published to reach: 35 % on H100 (FlashAttention-3
+paper), 50 to 73 % on A100 (its own). Everything else follows from the ops, from vendors' figures, or from a machine's
+own ceilings. `docs/planner.md` says how far off predictions are, on runs that were not used too.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from zplan.planner.hardware import Gpu, Hardware, find_gpu
 
 GB = 10**9
 
-EFFICIENCY = 0.5
-"""Share of the dense peak that matrix products reach in a step. See [Note: efficiency]."""
+EFFICIENCY, ATTENTION = 0.5, 0.35
+"""Shares of the dense peak that matrix products and fused attention reach in a step. See [Note: efficiency]."""
+
+BY_CAPABILITY = {"8.0": (0.7, 0.5)}
+"""The same for other compute capabilities."""
 
 PASSES = 3
 """Times that memory is read or written for each byte an elementwise op writes: two operands, one result."""
@@ -43,6 +48,8 @@ class Speeds:
     """Dense, in the compute dtype, as the vendor states it."""
     efficiency: float
     """Share of `peak_flops` that matrix products reach; see [Note: efficiency]."""
+    attention: float
+    """Share that fused attention reaches."""
     hbm: float
     """Bytes read plus written by a device copy."""
     intra: float
@@ -69,6 +76,7 @@ class Speeds:
 _H200 = Speeds(
     peak_flops=989e12,
     efficiency=EFFICIENCY,
+    attention=ATTENTION,
     hbm=4283.6e9,
     intra=266.9e9,
     network=8 * 50e9,
@@ -93,7 +101,7 @@ def speeds(
     precision
         Of compute. The table has no peak of plain fp32, so there is none for it.
     efficiency
-        Instead of `EFFICIENCY`.
+        Instead of `EFFICIENCY`; attention reaches no more than that.
     network
         Bytes a second that a node sends, instead of what is assumed for its kind.
     """
@@ -109,7 +117,9 @@ def speeds(
     if not peak or not gpu.hbm_gb_s:
         return None
     found = MEASURED.get(gpu.name) or _from_table(gpu, hardware)
-    found = replace(found, peak_flops=peak * 1e12, efficiency=efficiency or EFFICIENCY)
+    products, attention = BY_CAPABILITY.get(gpu.compute_capability, (EFFICIENCY, ATTENTION))
+    products = efficiency or products
+    found = replace(found, peak_flops=peak * 1e12, efficiency=products, attention=min(attention, products))
     if network is not None:
         return replace(found, network=float(network))
     near = _per_node(gpu, hardware)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zplan.planner.comm import ring_gathers
+from zplan.planner.comm import ring_gathers, wire_itemsize
 from zplan.planner.config import Choice
 from zplan.planner.hardware import Hardware
 from zplan.planner.models import Architecture, ModelSpec
@@ -94,6 +94,8 @@ class Sizes:
     layers: int
     ringed: bool
     """Whether the blocks are gathered into a ring."""
+    guests: tuple[tuple[int, float], tuple[int, float]] = ((0, 0.0), (0, 0.0))
+    """Before and behind the blocks: how many units take slots of that ring, and bytes of a whole gather of them."""
 
     @property
     def total(self) -> float:
@@ -105,17 +107,23 @@ class Sizes:
 def unit_sizes(spec: ModelSpec, choice: Choice, layers: int) -> Sizes:
     """Sizes of a model of so many blocks, from a model with fewer that are like them."""
     trained, gathered = [0.0] * 3, [0.0] * 3
+    guests = [[0, 0.0], [0, 0.0], [0, 0.0]]
     ringed = blocks_met = False
     assert spec.arch is not None, f"{spec.name} has no known shape"
     for p in place(spec, choice):
         block = p.unit.kind == "block"
         part, of = (1, spec.arch.layers) if block else (2, 1) if blocks_met else (0, 1)
         blocks_met, ringed = blocks_met or block, ringed or p.ringed
+        if p.ringed:
+            guests[part][0] += 1
+            guests[part][1] += p.buffer_bytes(choice)
         if not p.frozen:
             trained[part] += p.layout.padded_numel / of
         if p.ringed or not p.frozen:
             gathered[part] += p.buffer_bytes(choice) / of
-    return Sizes((trained[0], trained[1], trained[2]), (gathered[0], gathered[1], gathered[2]), layers, ringed)
+    front, end = ((int(guests[i][0]), guests[i][1]) for i in (0, 2))
+    parts = ((trained[0], trained[1], trained[2]), (gathered[0], gathered[1], gathered[2]))
+    return Sizes(*parts, layers, ringed, (front, end))
 
 
 @dataclass(frozen=True)
@@ -190,8 +198,9 @@ def wire(choice: Choice, hardware: Hardware, at: Speeds) -> Wire:
 
 
 def seconds_of(work: Work, at: Speeds) -> float:
-    """Of a unit's pass: matrix products at their share of the peak, the other ops at the memory's rate."""
-    return work.flops / (at.peak_flops * at.efficiency) + PASSES * work.written / at.hbm
+    """Of a unit's pass: products and attention at their shares of the peak, the other ops at the memory's rate."""
+    products = work.products / at.efficiency + work.attention / at.attention
+    return products / at.peak_flops + PASSES * work.written / at.hbm
 
 
 @dataclass(frozen=True)
@@ -242,7 +251,8 @@ def step_time(arch: Architecture, choice: Choice, sizes: Sizes, link: Wire, at: 
         again = passes.backward(layers) - plain.backward(layers)
     k = choice.accumulation
     compute = k * (passes.forward(layers) + passes.backward(layers))
-    off = offload_work(choice, sizes.total, sizes.trained[1], layers=layers, hidden=arch.hidden)
+    guests = sum(nbytes for _, nbytes in sizes.guests) / choice.itemsize
+    off = offload_work(choice, sizes.total, sizes.trained[1], layers=layers, hidden=arch.hidden, guests=guests)
     gathers, reduces, carried = _exposed(choice, sizes, passes, link, off.seconds_a_gather(at))
     owned = sizes.total / (choice.world_size if shards_states(choice) else 1) * (1 - off.share)
     late, bound = _offload(off, passes, choice, link, at)
@@ -275,19 +285,23 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     once = 1 if c.stage else 2  # An all-reduce is a reduce-scatter and a gather.
     pieces = [max(1, -(-int(numel) // max(c.piece_numel, 64 * n))) for numel in sizes.trained]
     reduce = [
-        once * link.seconds(numel * c.reduce_itemsize, calls=calls)
+        once * link.seconds(numel * wire_itemsize(c), calls=calls)
         for numel, calls in zip(sizes.trained, pieces, strict=True)
     ]
     kept = c.ring_slots if sizes.ringed else layers
+    (before, front_bytes), (behind, end_bytes) = sizes.guests
     first = _forward(p, layers, gather if c.stage else (0.0, 0.0, 0.0))
-    # Later micro-steps find resident units and the last blocks of the way down where they are.
-    later = [Queue(1, p.front, 0.0), Queue(kept, p.block, 0.0), Queue(layers - kept, p.block, gather[1])]
-    later.append(Queue(1, p.end, 0.0))
+    # Later micro-steps find resident units and the last blocks of the way down where they are, but for those whose
+    # slots the guests before them take.
+    found, left = max(0, kept - before), max(0, kept - behind)
+    later = [Queue(1, p.front, link.seconds(front_bytes)), Queue(found, p.block, 0.0)]
+    later += [Queue(layers - found, p.block, gather[1]), Queue(1, p.end, link.seconds(end_bytes))]
     every = c.checkpoint_every if c.checkpointing == "full" else 1
-    again = ring_gathers(((1, True),) * layers, kept, accumulation=1, every=every) - layers
-    again_each = gather[1] * again / max(1, layers - kept)
-    back = [Queue(1, p.end_backward, 0.0), Queue(kept, p.block_backward, 0.0)]
-    back += [Queue(layers - kept, p.block_backward, again_each), Queue(1, p.front_backward, 0.0)]
+    members = ((0, False),) * before + ((1, True),) * layers + ((0, True),) * behind
+    again = ring_gathers(members, kept, accumulation=1, every=every, blocks=(before, before + layers)) - layers
+    again_each = gather[1] * again / max(1, layers - left)
+    back = [Queue(1, p.end_backward, 0.0), Queue(left, p.block_backward, 0.0)]
+    back += [Queue(layers - left, p.block_backward, again_each), Queue(1, p.front_backward, 0.0)]
     up, up_later, down = gathered_first(first), gathered_first(later), gathered_first(back)
     forward, backward = p.forward(layers), p.backward(layers)
     gathers = up - forward + (k - 1) * (up_later - forward) + k * (down - backward)

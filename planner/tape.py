@@ -259,6 +259,7 @@ class Tape:
         self.levels: list[set[Level]] = [{(0,) * (2 * WIDTH)}]
         self.storages: list[Storage] = []
         self.flops: list[list[int]] = [[0] * len(BASIS)]
+        self.attention: list[list[int]] = [[0] * len(BASIS)]
         self.written: list[list[int]] = [[0] * len(BASIS)]
         self.in_place_accumulation = in_place_accumulation
         self._live = [0] * (2 * WIDTH)
@@ -278,13 +279,15 @@ class Tape:
             self.written[-1][at] += coefficient
         return self._value(shape, itemsize, strides or row_major(shape), self._allocate(at, coefficient, label))
 
-    def multiply(self, *extents: int, times: int = 1, per: int = 1) -> None:
-        """Count matrix products of these extents, once their node is there: two operations for each combination.
-
-        `per` divides: a causal attention kernel leaves half of its products out.
-        """
+    def multiply(self, *extents: int, times: int = 1) -> None:
+        """Count matrix products of these extents, once their node is there: two operations for each combination."""
         at, count = _split(math.prod(extents))
-        self.flops[-1][at] += 2 * times * count // per
+        self.flops[-1][at] += 2 * times * count
+
+    def attend(self, *extents: int, times: int, causal: bool) -> None:
+        """Count products of fused attention, likewise; where it is causal, half of them are left out."""
+        at, count = _split(math.prod(extents))
+        self.attention[-1][at] += 2 * times * count // (1 + causal)
 
     def parameter(self, shape: Sequence[int], itemsize: int, unit: UnitGradients) -> Value:
         """A leaf whose bytes are not activations."""
@@ -348,6 +351,7 @@ class Tape:
         self.phases.append(phase)
         self.levels.append(set())
         self.flops.append([0] * len(BASIS))
+        self.attention.append([0] * len(BASIS))
         self.written.append([0] * len(BASIS))
         self._note()
 
@@ -536,6 +540,9 @@ class Tape:
             self._held.append(gradient.alias())
         elif self.retention != "none":
             unit.arrived.append(gradient.alias())
+        else:
+            gradients.clear()
+            del gradient
         if unit.landed == unit.missing:
             self._retained.clear()
             self.enter(f"reduce.{unit.name}")

@@ -64,6 +64,10 @@ def runtime_rate(choice: Choice) -> Rate:
     master, except at stage 3, where only the shard is kept. Gradients are split where they are reduced into a shard.
     Other optimizers count their states to the whole byte. What is offloaded whole is not held here.
     """
+    if choice.runtime != "zplan":
+        from zplan.planner.peer_rate import peer_rate
+
+        return peer_rate(choice)
     kind, weights, reduced = kind_of(choice.optimizer), choice.itemsize, choice.reduce_itemsize
     master = 4 if kind.master and choice.precision != "fp32" else 0
     if choice.offload.optimizer != "none" and choice.offload.ratio == 1:

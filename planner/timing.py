@@ -115,6 +115,7 @@ def assumptions(e: Estimate) -> str:
     assert at is not None, "timed without speeds"
     parts = [
         f"matrix products at {at.efficiency:g} of {at.peak_flops / 1e12:,.0f} TFLOP/s (--efficiency)",
+        f"attention at {at.attention:g}",
         f"memory at {at.hbm / GB:,.0f} GB/s",
     ]
     if e.hardware.world_size > 1:
@@ -122,4 +123,16 @@ def assumptions(e: Estimate) -> str:
     if e.hardware.nodes > 1:
         parts.append(f"{at.network / GB:,.0f} GB/s a node between nodes (--network)")
     assumed = f" Assumed: {'; '.join(at.assumed)}." if at.assumed else ""
-    return f"Predicted: {', '.join(parts)}.{assumed}"
+    return f"Predicted: {', '.join(parts)}.{assumed}{_break_even(e)}"
+
+
+def _break_even(e: Estimate) -> str:
+    """At which rate of the links the picked row's transfers would take as long as computing."""
+    at = e.rows.index(e.row)
+    sent, time = e.traffic[at].total_bytes, e.timings[at].time
+    if not sent:
+        return ""
+    rate = sent / (time.compute + time.recompute)
+    return (
+        f" At {rate / GB:,.1f} GB/s a GPU the transfers of stage {e.row.choice.stage} would take as long as computing."
+    )

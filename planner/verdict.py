@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.config import Choice
-from zplan.planner.search import DEFAULT_SEQ, STAGES, TRAINING, Row, Search
+from zplan.planner.peer_rules import NAMES
+from zplan.planner.search import DEFAULT_SEQ, TRAINING, Row, Search
 from zplan.planner.tiers import TierUse
 from zplan.planner.units import format_gib, format_percent, format_small
 
@@ -40,7 +41,7 @@ def gib(nbytes: int) -> str:
 
 def name_of(row: Row) -> str:
     """A row in words: `stage 3 on 8 GPUs`."""
-    n = row.choice.world_size
+    n = row.choice.num_gpus
     return "one GPU" if n == 1 else f"stage {row.choice.stage} on {n} GPUs"
 
 
@@ -112,7 +113,7 @@ def judge_tiers(row: Row, uses: Sequence[TierUse]) -> Verdict | None:
 
 def judge(row: Row, single: Row) -> Verdict:
     """The verdict: one GPU is enough, memory-bound so shard, or does not fit."""
-    card, n = card_of(row), row.choice.world_size
+    card, n = card_of(row), row.choice.num_gpus
     if not row.fits and row.spare_bytes >= 0:
         return Verdict("no-fit", _beside_the_card(row))
     if not row.fits:
@@ -128,6 +129,12 @@ def judge(row: Row, single: Row) -> Verdict:
     if row.choice.stage == 0:
         return Verdict("replicate", f"Fits as it is: {alone}, but on {n} GPUs no sharding is needed, with {spare}.")
     return Verdict("shard", f"Memory-bound, shard: {alone}. Stage {row.choice.stage} over {n} GPUs fits with {spare}.")
+
+
+def whose_buffers(row: Row) -> str:
+    """A sentence on the runtime that was counted; nothing for zplan's own."""
+    name = NAMES[row.choice.runtime]
+    return "" if row.choice.runtime == "zplan" else f" Counted are {name}'s own buffers."
 
 
 def beyond_offload(row: Row, lean: Row | None, longest_seq: int) -> str:
@@ -165,7 +172,9 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
     """Every value of the choice with its reason, asked or chosen."""
     reasons = dict(_reasons(search, row, rows))
     out = []
-    for name in ("stage", "checkpointing", "micro_batch", "accumulation", "global_batch", *_DEFAULTS):
+    own = row.choice.runtime == "zplan"
+    defaults = [name for name in _DEFAULTS if own or name not in _ZPLAN_ONLY]
+    for name in ("stage", "checkpointing", "micro_batch", "accumulation", "global_batch", *defaults):
         value = getattr(row.choice, name)
         by = search.request.fixed_by.get(name)
         reason = f"asked by {by}" if by else reasons.get(name, _DEFAULTS.get(name, ""))
@@ -192,9 +201,8 @@ def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
         if not by and name not in ("offload", "optimizer"):
             continue
         why = cannot.get("--" + name.replace("_", "-"))
-        reason = (
-            f"asked by {by}" if by else "the default" if name != "offload" else "zplan's runtime keeps all on the GPU"
-        )
+        kept = name == "offload" and choice.runtime == "zplan"
+        reason = f"asked by {by}" if by else "zplan's runtime keeps all on the GPU" if kept else "the default"
         value = choice.offload.told() if name == "offload" else getattr(choice, name)
         yield Decision(name, value, not by, f"{reason}; estimate only: {why}" if why else reason)
 
@@ -214,6 +222,9 @@ _DEFAULTS: dict[str, str] = {
     "saving": "training waits for a checkpoint, and no copy of the states lies in host memory",
 }
 """Choices with a plain default, and why that default."""
+
+_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving", "kernels", "compile")
+"""Those that no other runtime knows."""
 
 
 def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
@@ -255,7 +266,9 @@ def _stage_reason(search: Search, row: Row, rows: Sequence[Row]) -> str:
     why = "it moves least" if time is None else "nothing that fits is faster by a hundredth"
     if not c.stage:
         return f"it fits without sharding, and {why}"
-    lower = rows[STAGES.index(c.stage) - 1]
+    lower = next((r for r in reversed(rows) if r.choice.stage < c.stage), None)
+    if lower is None:
+        return f"the lowest that {NAMES[c.runtime]} has for what is asked"
     return f"the lowest that fits, and {why}; stage {lower.choice.stage} is {over_by(lower)}"
 
 

@@ -19,16 +19,23 @@ from zplan.planner.tape import BASIS
 class Work:
     """One pass of one rank through one unit, or a sum of such."""
 
-    flops: int = 0
-    """Multiplications and additions of matrix products and attention."""
+    products: int = 0
+    """Multiplications and additions of matrix products."""
+    attention: int = 0
+    """Those of fused attention."""
     written: int = 0
     """Bytes that all other ops write."""
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.written + other.written)
+        return Work(self.products + other.products, self.attention + other.attention, self.written + other.written)
 
     def __mul__(self, times: int) -> Work:
-        return Work(self.flops * times, self.written * times)
+        return Work(self.products * times, self.attention * times, self.written * times)
+
+    @property
+    def flops(self) -> int:
+        """All operations."""
+        return self.products + self.attention
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def step_work(arch: Architecture, choice: Choice) -> StepWork:
     values = [choice.micro_batch**i * choice.seq**j for i, j in BASIS]
     parts: dict[str, Work] = {}
     blocks_seen = False
-    for phase, flops, written in zip(sim.phases, sim.flops, sim.written, strict=True):
+    for phase, *counts in zip(sim.phases, sim.flops, sim.attention, sim.written, strict=True):
         pass_, _, unit = phase.partition(".")
         direction = "forward" if pass_ in ("idle", "forward", "loss") else "backward"
         blocks_seen = blocks_seen or unit.startswith("blocks.")
@@ -72,7 +79,7 @@ def step_work(arch: Architecture, choice: Choice) -> StepWork:
             part = "block"
         else:
             part = "front" if unit in ("embed", "positions") or not blocks_seen else "end"
-        work = Work(_dot(flops, values), _dot(written, values))
+        work = Work(*(_dot(coefficients, values) for coefficients in counts))
         key = f"{part}.{direction}"
         parts[key] = parts.get(key, Work()) + work
     nothing = Work()

@@ -100,7 +100,7 @@ class Checkpoints:
         if background and self.snapshot is None:
             raise ZplanError(
                 "a save in the background needs room for a copy of the states, which this config has not planned",
-                'put `"saving": "background"` into the `zplan` block of the config and plan again',
+                'plan again with --saving background, or put `"saving": "background"` into the `zplan` block',
             )
         request = self._request(root, tag, client_state, overwrite=overwrite, keep=keep)
         partial, lock = self._begin(request)

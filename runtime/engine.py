@@ -105,8 +105,7 @@ class Engine(nn.Module):
         blocks = [sum(u.numel for u, _ in f.segments()) for f in found if f.unit.kind == "block"]
         self.choice = replace(self.choice, ring_slots=training.slots(blocks))
         read_elsewhere = frozenset(name for f in found for name in f.reads)
-        segments = [unit for f in found for unit, _ in f.segments()]
-        placements = place_units(segments, self.choice, tied=read_elsewhere)
+        placements = place_units([unit for f in found for unit, _ in f.segments()], self.choice, tied=read_elsewhere)
         self.arena = Arena(mesh.device)
         self.units = materialize(
             model,
@@ -136,8 +135,8 @@ class Engine(nn.Module):
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
         """`initialize` puts a torch scheduler here."""
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
-        blocks_run = [f.module for f in found if f.unit.kind == "block"]
-        self.uncompile = compile_forwards(blocks_run) if self.choice.compile else None
+        compiled = [f.module for f in found if f.unit.kind == "block"]
+        self.uncompile = compile_forwards(compiled) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.hooks.ahead = training.prefetch_numel if training.overlap else 0
         self.on_phase = LISTENERS[-1] if LISTENERS else None

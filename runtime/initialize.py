@@ -14,6 +14,7 @@ from torch import nn
 
 from zplan.planner.dsconfig import TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
+from zplan.planner.runnable import refuse_unrunnable
 from zplan.runtime.engine import LISTENERS, OPEN, Engine
 from zplan.runtime.groups import Asked, Parameters
 from zplan.runtime.materialize import Initializer
@@ -155,6 +156,7 @@ def _training_config(config: object, model: nn.Module, mesh: Mesh) -> TrainingCo
 
 
 def _check_plan(plan: Any, model: nn.Module, mesh: Mesh) -> None:
+    refuse_unrunnable(plan.choice)
     if plan.training.world_size != mesh.world_size:
         raise ZplanError(
             f"the plan is for {plan.training.world_size} ranks, this job has {mesh.world_size}",

@@ -98,7 +98,7 @@ def check_pinned_memory(ranks_here: int, pinned_bytes: int, *, available: int) -
     if need > available:
         raise ZplanError(
             f"{ranks_here} ranks lock {format_small(need)} of host memory and {format_small(available)} is available",
-            'close other programs, or plan with `"saving": "foreground"` in the `zplan` block of the config',
+            "close other programs, or plan with --saving foreground",
         )
 
 

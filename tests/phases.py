@@ -49,8 +49,14 @@ def unit_modules(model: Decoder) -> dict[str, nn.Module]:
     return {u.name: model.get_submodule(u.name) for u in decoder_units(model.arch)}
 
 
-def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # noqa: C901  (four small hooks)
-    """Hooks that enter the phases. A unit's gradients stay until the next unit's have landed, as in the runtime."""
+def mark_phases(  # noqa: C901  (four small hooks)
+    modules: dict[str, nn.Module], registry: Observer, *, keep: bool = True
+) -> None:
+    """Hooks that enter the phases.
+
+    With `keep` a unit's gradients stay until the next unit's have landed, as in the runtime; without, each is taken as
+    it comes.
+    """
     retained: list[Tensor] = []
     summed: dict[int, Tensor] = {}
 
@@ -75,11 +81,13 @@ def mark_phases(modules: dict[str, nn.Module], registry: Observer) -> None:  # n
 
         def hook(param):
             missing[0] -= 1
+            if not keep:
+                param.grad = None
             if not missing[0]:
                 retained.clear()
                 registry.enter(f"reduce.{name}")
                 missing[0] = len(params)
-                retained.extend(summed.pop(id(p), p.grad) for p in params)
+                retained.extend(summed.pop(id(p), p.grad) for p in params if keep)
                 for p in params:
                     p.grad = None
                 if params[0] is first:

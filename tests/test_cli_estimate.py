@@ -212,12 +212,12 @@ def test_no_command_shows_help(run):
 QUESTION = (
     "--model --params --gpus --nodes --mem --gpu --host-mem --nvme --margin --stage --offload --offload-params "
     "--offload-ratio --optimizer --accumulation --micro-batch --global-batch --seq --precision --checkpointing "
-    "--checkpoint-every --checkpoint-offload --loss --reduce-dtype --attention --compile --device --saving "
-    "--padded --config --lora --lora-targets --lora-embeddings --qlora --efficiency --network --tokens --epochs "
-    "--examples --price --offline "
+    "--checkpoint-every --checkpoint-offload --loss --reduce-dtype --attention --compile --device --runtime --tp "
+    "--pp --cp --hpz --saving --padded --config --lora --lora-targets --lora-embeddings --qlora --efficiency "
+    "--network --tokens --epochs --examples --price --offline "
 )
 FLAGS = {
-    "estimate": QUESTION + "--json --check --top --max --min --sweep",
+    "estimate": QUESTION + "--json --check --explain --top --max --min --sweep",
     "plan": QUESTION + "--out",
     "models": "--json",
     "gpus": "--json",

@@ -75,6 +75,16 @@ def test_textbook_ratios_by_accumulation(k):
     assert v[0] == v[1] == 2
 
 
+def test_links_at_which_stage_3_takes_as_long_as_computing():
+    """A rule for large jobs, by textbook: 8 P operations a token with checkpointing, three volumes of 2 bytes."""
+    p, n, tokens, flops_per_second = 10**10, 64, 4096, 4 * 10**14
+    seconds = 8 * p * tokens / flops_per_second
+    assert textbook_traffic(p, 3, world_size=n) / seconds == pytest.approx(72.0978e9, rel=1e-4)
+    assert textbook_traffic(p, 3, world_size=n) / seconds == pytest.approx(
+        0.75 * (n - 1) / n * flops_per_second / tokens
+    )
+
+
 def test_textbook_bytes():
     p = 7 * 10**9
     assert textbook_traffic(p, 2, world_size=8) == 2 * 2 * p * 7 // 8

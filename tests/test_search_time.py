@@ -127,6 +127,17 @@ def test_cost_in_every_row_and_in_json():
     assert sum(rows[3]["bounds_s"].values()) == pytest.approx(rows[3]["step_s"])
 
 
+def test_the_rate_of_links_that_keeps_up_is_told():
+    from zplan.planner.report import report
+
+    found = zplan.estimate("llama-2-7b", gpus=8, gpu="H200", global_batch=8, stage=3)
+    time, sent = found.timings[3].time, found.traffic[3].total_bytes
+    shown = f"At {sent / (time.compute + time.recompute) / 1e9:.1f} GB/s a GPU the transfers of stage 3 would take"
+    assert shown in " ".join(report(found).split())
+    alone = report(zplan.estimate("llama-2-7b", gpus=1, gpu="H200"))
+    assert "would take as long" not in alone
+
+
 def test_epochs_of_examples_are_whole_sequences():
     assert Goal(epochs=3, examples=1000).num_tokens(2048) == 3 * 1000 * 2048
     s = search(100 * GIB, micro_batch=1)

@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from zplan import __version__
+
+if TYPE_CHECKING:
+    from zplan.planner.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -127,7 +130,7 @@ QUESTION = (
     click.option("--host-mem", metavar="SIZE", help="Memory per node."),
     click.option("--nvme", metavar="SIZE", help="Disk space per node for what is offloaded there."),
     click.option("--margin", metavar="SIZE|%", help="Keep this free beyond the interval of the total.  [default: 0]"),
-    click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the lowest that fits]"),
+    click.option("--stage", type=int, metavar="0..3", help="ZeRO stage.  [default: the fastest that fits]"),
     click.option("--offload", metavar="TO", help="Of the optimizer: none, cpu or nvme.  [default: none]"),
     click.option("--offload-params", metavar="TO", help="Of parameters, stage 3: none, cpu or nvme.  [default: none]"),
     click.option("--offload-ratio", type=float, metavar="SHARE", help="Of the elements, 0 to 1.  [default: 1]"),
@@ -151,6 +154,11 @@ QUESTION = (
     click.option("--attention", metavar="HOW", help="sdpa or eager.  [default: sdpa]"),
     click.option("--compile", is_flag=True, help="Compile each block; its activations are then an upper bound."),
     click.option("--device", metavar="TYPE", help="cuda or cpu: what the ranks run on.  [default: cuda]"),
+    click.option("--runtime", metavar="NAME", help="Whose buffers: zplan, deepspeed, fsdp2, ddp.  [default: zplan]"),
+    click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks; deepspeed and fsdp2.  [default: 1]"),
+    click.option("--pp", type=int, metavar="N", help="Pipeline stages; deepspeed and fsdp2.  [default: 1]"),
+    click.option("--cp", type=int, metavar="N", help="Ranks that share a sequence; deepspeed and fsdp2.  [default: 1]"),
+    click.option("--hpz", type=int, metavar="N", help="Ranks of a second parameter shard, stage 3.  [default: 1]"),
     click.option("--saving", metavar="HOW", help="foreground, or background: from a copy in host memory."),
     click.option("--padded", is_flag=True, help="Sequences are padded to --seq with a mask, not packed."),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
@@ -158,7 +166,7 @@ QUESTION = (
     click.option("--lora-targets", metavar="NAMES", help="q,v; attention; all-linear; or names.  [default: q,v]"),
     click.option("--lora-embeddings", is_flag=True, help="Train embedding and head in full beside the adapters."),
     click.option("--qlora", is_flag=True, help="Keep the frozen linear maps in 4 bits (nf4)."),
-    click.option("--efficiency", metavar="SHARE", help="Of the card's peak, in matrix products.  [default: 0.5]"),
+    click.option("--efficiency", metavar="SHARE", help="Of the card's peak, in products.  [default: 0.5, A100 0.7]"),
     click.option("--network", metavar="GB/S", help="What a node sends to others.  [default: by the kind of card]"),
     click.option("--tokens", metavar="COUNT", help="Train on so many (20e9): hours and GPU-hours are told."),
     click.option("--epochs", type=int, metavar="N", help="Train so many times on --examples, instead of --tokens."),
@@ -187,11 +195,14 @@ _SPECIAL = {"top": "top", "max": "max_", "min": "min_", "sweep": "sweep"}
 @question
 @click.option("--json", "as_json", is_flag=True, help="Print exact bytes as JSON.")
 @click.option("--check", is_flag=True, help="Exit with 1 when it does not fit.")
+@click.option(
+    "--explain", is_flag=False, flag_value="auto", metavar="[A,B]", help="Instead: why stage B uses more than A."
+)
 @click.option("--top", type=int, metavar="N", help="Instead: the N fastest of all ways that fit, and why others don't.")
 @click.option("--max", "max_", metavar="WHAT", help="Instead: the largest seq, micro-batch or params that fits.")
 @click.option("--min", "min_", metavar="WHAT", help="Instead: the fewest gpus, or the smallest card (mem).")
 @click.option("--sweep", metavar="AXES", help="Instead: a table over one or two of seq, micro-batch, gpus, stage.")
-def estimate(*, as_json: bool, check: bool, **asked: Any) -> int:
+def estimate(*, as_json: bool, check: bool, explain: str | None, **asked: Any) -> int:
     """Say whether a training fits, what it takes at each ZeRO stage, and how to run it.
 
     Without anything about a machine, and with no GPU here: the fewest of each common GPU.
@@ -201,6 +212,8 @@ def estimate(*, as_json: bool, check: bool, **asked: Any) -> int:
     special = {name: asked.pop(key) for name, key in _SPECIAL.items()}
     special = {name: value for name, value in special.items() if value is not None}
     request = make_request(asked)
+    if explain is not None:
+        return _explain(request, explain, as_json=as_json)
     if special or not any(asked[name] for name in ("gpus", "mem", "gpu", "nodes", "host_mem")):
         from zplan.planner.questions import ask, no_machine, reply_json
 
@@ -220,6 +233,14 @@ def estimate(*, as_json: bool, check: bool, **asked: Any) -> int:
 
         click.echo(report(found, colour=coloured()), nl=False, color=coloured())
     return 1 if check and not found.fits else 0
+
+
+def _explain(request: Request, pair: str, *, as_json: bool) -> int:
+    from zplan.planner.stage_differences import explain, explanation_json, explanation_text
+
+    found = explain(request, pair)
+    click.echo(explanation_json(found) if as_json else explanation_text(found), nl=False)
+    return 0
 
 
 @click.command(

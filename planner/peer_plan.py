@@ -1,0 +1,98 @@
+"""Plans for another runtime: a DeepSpeed config with exactly the sizes that were counted, and the choice in JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from zplan.planner.config import Choice, Offload, ZeroSizes
+from zplan.planner.errors import ZplanError
+from zplan.planner.peer_rules import NAMES
+from zplan.planner.reading import check_keys, refuse_type
+
+OWN = ("tensor_parallel", "sequence_parallel_size")
+"""Top-level keys that only a plan for DeepSpeed has."""
+
+
+def deepspeed_config(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
+    """A config of zplan's with DeepSpeed's own sizes, offload and parallelism, every value explicit.
+
+    Gradients are reduced and accumulated in the compute dtype, DeepSpeed's default, which is what the ledger counts.
+    """
+    z, off = choice.zero, choice.offload
+    zero = {
+        **config["zero_optimization"],
+        **{f.name: getattr(z, f.name) for f in fields(ZeroSizes) if f.name != "pin_memory"},
+        "overlap_comm": z.overlap_comm and choice.stage > 0,
+        "allgather_bucket_size": z.reduce_bucket_size,
+        "stage3_param_persistence_threshold": z.stage3_param_persistence_threshold,
+        "offload_optimizer": _place(off.optimizer, z),
+        "offload_param": _place(off.params, z),
+        **({"zero_hpz_partition_size": choice.hpz} if choice.hpz > 1 else {}),
+    }
+    return {
+        **config,
+        "communication_data_type": None,
+        "data_types": {"grad_accum_dtype": None},
+        "zero_optimization": zero,
+        **({"tensor_parallel": {"autotp_size": choice.tensor_parallel}} if choice.tensor_parallel > 1 else {}),
+        **({"sequence_parallel_size": choice.context_parallel} if choice.context_parallel > 1 else {}),
+    }
+
+
+def _place(device: str, sizes: ZeroSizes) -> dict[str, Any]:
+    if device == "none":
+        return {"device": "none"}
+    path = {"nvme_path": "/local_nvme"} if device == "nvme" else {}
+    return {"device": device, "pin_memory": sizes.pin_memory, **path}
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what only DeepSpeed's reader takes."""
+    zero = {k: v for k, v in config["zero_optimization"].items() if k != "zero_hpz_partition_size"}
+    for key in ("offload_optimizer", "offload_param"):
+        zero[key] = {"device": zero[key]["device"]}
+    return {**{k: v for k, v in config.items() if k not in OWN}, "zero_optimization": zero}
+
+
+def choice_json(choice: Choice) -> dict[str, Any]:
+    return asdict(choice)
+
+
+def read_choice(block: Mapping[str, Any], where: str) -> Choice:
+    """A choice from `choice_json`: every field there and of its type."""
+    names = [f.name for f in fields(Choice)]
+    check_keys(block, names, where)
+    values = dict(block)
+    pattern = choice_json(Choice(0, 1))
+    for name in names:
+        if name not in values:
+            raise ZplanError(f"{where} has no `{name}`", "it is not a whole plan: plan again")
+        _same_type(name, where, values[name], pattern[name])
+    return Choice(**{**values, "offload": Offload(**values["offload"]), "zero": ZeroSizes(**values["zero"])})
+
+
+def _same_type(name: str, where: str, value: Any, pattern: Any) -> None:
+    if isinstance(pattern, dict):
+        if not isinstance(value, Mapping) or set(value) != set(pattern):
+            raise refuse_type(name, where, value, f"an object of {', '.join(pattern)}")
+        for key, inner in pattern.items():
+            _same_type(f"{name}.{key}", where, value[key], inner)
+    elif type(value) is not type(pattern) and not (isinstance(pattern, float) and type(value) is int):
+        raise refuse_type(name, where, value, type(pattern).__name__)
+
+
+def refuse_format(choice: Choice, form: str) -> None:
+    """Refuse to write a plan as a config of a runtime that it was not counted for."""
+    fits = {"deepspeed": ("deepspeed", "accelerate", "hf"), "fsdp2": ("fsdp2",), "ddp": ()}[choice.runtime]
+    if form not in fits:
+        ways = f"use --format {' or '.join(fits)}" if fits else "plan with --runtime zplan, deepspeed or fsdp2"
+        raise ZplanError(f"the plan is for `--runtime {choice.runtime}`, whose buffers `{form}` does not have", ways)
+    if form == "fsdp2" and choice.num_gpus > choice.world_size:
+        raise ZplanError("the FSDP2 script is data-parallel only", "plan without --tp, --pp and --cp")
+
+
+def told(choice: Choice) -> str:
+    """A note on an emitted file."""
+    return f"the ledger is that of {NAMES[choice.runtime]} with these sizes"
