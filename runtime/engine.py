@@ -135,7 +135,6 @@ class Engine(nn.Module):
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
         """`initialize` puts a torch scheduler here."""
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
-        check_compiled(self.choice)
         compiled = [f.module for f in found if f.unit.kind == "block"]
         self.uncompile = compile_forwards(compiled) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
@@ -574,5 +573,6 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         reduce_dtype=training.reduce_dtype,
         offload=training.offload,
     )
+    check_compiled(choice)
     refuse_unrunnable(choice)
     return choice
