@@ -214,7 +214,7 @@ _DEFAULTS: dict[str, str] = {
     "cross_entropy": "torch's, from whole logits in fp32; `fused` never holds them in full",
     "kernels": "torch's own norms, gates and rotary embeddings",
     "ring_slots": "one block computes while the next is gathered",
-    "piece_numel": "128 MiB in fp32: long enough for full bandwidth",
+    "piece_numel": "elements of one reduce, long enough for full bandwidth",
     "device": "a GPU unless --device cpu",
     "compile": "eager blocks keep what the ledger says, to the byte",
     "reduce": "",
