@@ -91,10 +91,6 @@ class StorageRegistry(TorchDispatchMode):
                 self._resize(key, storage.nbytes())
         return list(self._live.values())
 
-    def born_in(self, prefix: str) -> list[StorageRecord]:
-        """Live storages that were first seen in a phase whose name starts with `prefix`."""
-        return [r for r in self.storages() if r.phase.startswith(prefix)]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         for t in _tensors((args, kwargs)):

@@ -64,16 +64,6 @@ def test_older_tensors_count_from_first_sight_or_adoption():
         assert [r.op for r in registry.storages()] == ["aten.neg_.default", "adopt"]
 
 
-def test_born_in_selects_by_phase_prefix():
-    with StorageRegistry() as registry:
-        registry.enter("forward.a")
-        kept = [torch.zeros(3)]
-        registry.enter("backward.a")
-        kept.append(torch.zeros(5))
-    assert [r.nbytes for r in registry.born_in("forward")] == [12]
-    assert [r.nbytes for r in registry.born_in("backward.a")] == [20]
-
-
 def test_a_resized_storage_is_read_again():
     with StorageRegistry() as registry:
         a = torch.zeros(100)
