@@ -25,6 +25,7 @@ UNCOUNTED = {
     "padded": ("--padded", False),
     "compile": ("--compile", False),
     "kernels": ("`kernels`", "torch"),
+    "saving": ("--saving", "foreground"),
 }
 """Counted for zplan's runtime alone: field -> its flag, and the one value that other runtimes are counted with."""
 
@@ -70,7 +71,7 @@ def check_request(fixed: Mapping[str, Any]) -> None:
         raise ZplanError(f"{name} has no stage that pipelines and offloads like that", "drop --pp, --hpz or --offload")
     if fixed.get("stage", stages[0]) not in stages:
         can = " or ".join(map(str, stages))
-        raise ZplanError(f"`--stage {fixed['stage']}`: {name} has {can} for what is asked", f"use --stage {stages[-1]}")
+        raise ZplanError(f"`--stage {fixed['stage']}`: {name} has stage {can} for what is asked", f"use --stage {stages[-1]}")
 
 
 def _check_features(fixed: Mapping[str, Any], runtime: str, name: str) -> None:

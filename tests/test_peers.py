@@ -296,6 +296,7 @@ RULES = [
     ({"runtime": "deepspeed", "optimizer": "lion"}, "`--optimizer lion`", "adamw"),
     ({"runtime": "deepspeed", "reduce_dtype": "fp32"}, "`--reduce-dtype fp32`", "leave it out"),
     ({"runtime": "fsdp2", "padded": True}, "`--padded`", "leave it out"),
+    ({"runtime": "ddp", "saving": "background"}, "`--saving background`", "foreground"),
     ({"runtime": "fsdp2", "checkpointing": "selective"}, "`--checkpointing selective`", "full"),
     ({"runtime": "ddp", "lora": 8}, "`--lora`", "--runtime zplan"),
     ({"runtime": "fsdp2", "tp": 3}, "does not split into groups", "--gpus 3"),
