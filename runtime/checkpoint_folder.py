@@ -220,7 +220,7 @@ def folder_of(root: Path, tag: str) -> Path:
 def tags(root: Path) -> list[str]:
     """Every tag that was committed, damaged or not, in no order."""
     if not root.is_dir():
-        raise ZplanError(f"there is no folder `{root}`")
+        raise ZplanError(f"there is no folder `{root}`", "check the path")
     names = {p.name.removeprefix(ASIDE) for p in root.iterdir() if not p.name.startswith((PARTIAL, PURGE))}
     return [n for n in names if not n.startswith(".") and folder_of(root, n).is_dir()]
 

@@ -20,7 +20,7 @@ def resolve(path: Path, tag: str | None) -> Path:
     if tag is None and (path / MANIFEST).exists():
         return path
     if not path.is_dir():
-        raise ZplanError(f"there is no folder `{path}`")
+        raise ZplanError(f"there is no folder `{path}`", "check the path")
     found = folder.folder_of(path, folder.latest_tag(path) if tag is None else tag)
     if not found.is_dir():
         known = ", ".join(f"`{t}`" for t, _ in folder.manifests(path)[:6])

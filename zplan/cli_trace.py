@@ -27,7 +27,7 @@ def trace(
 ) -> None:
     """Print the units of a model with their sizes, and what stage 3 keeps whole."""
     if not show_units:
-        raise ZplanError("`zplan trace` was not told what to print", "add `--units`, the one thing built so far")
+        raise ZplanError("`zplan trace` was not told what to print", "add `--units`")
     try:
         from zplan.runtime import unit_list
     except ImportError:
