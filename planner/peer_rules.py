@@ -71,7 +71,9 @@ def check_request(fixed: Mapping[str, Any]) -> None:
         raise ZplanError(f"{name} has no stage that pipelines and offloads like that", "drop --pp, --hpz or --offload")
     if fixed.get("stage", stages[0]) not in stages:
         can = " or ".join(map(str, stages))
-        raise ZplanError(f"`--stage {fixed['stage']}`: {name} has stage {can} for what is asked", f"use --stage {stages[-1]}")
+        raise ZplanError(
+            f"`--stage {fixed['stage']}`: {name} has stage {can} for what is asked", f"use --stage {stages[-1]}"
+        )
 
 
 def _check_features(fixed: Mapping[str, Any], runtime: str, name: str) -> None:
