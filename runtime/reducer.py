@@ -135,8 +135,10 @@ class Reducer:
         self.micro_step = 0
         for u in self.units:
             u.filled = u.summed = False
-            if self.choice.accumulation == 1:
+            if self.choice.accumulation == 1 and u.grad is not None:
+                storage = weakref.ref(u.grad.untyped_storage())
                 u.grad = None
+                self.collectives.until_released(storage)
 
     def abandon(self) -> None:
         """Forget a backward that did not end."""

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from zplan.cuda_ops.linear_cross_entropy import give_gradient_to
+from zplan.planner.activations import activation_lines
 from zplan.planner.config import Choice
-from zplan.planner.models import Architecture, decoder_units
+from zplan.planner.ledger import Ledger, merge
+from zplan.planner.models import Architecture, ModelSpec, decoder_units
+from zplan.planner.timeline import timeline
 from zplan.runtime.decoder import Decoder
+from zplan.runtime.meter import StorageRegistry
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -149,3 +153,32 @@ def allocator_peaks(arch: Architecture, choice: Choice) -> dict[str, int]:
     meter.peaks.clear()
     step()
     return {phase: peak - states for phase, peak in meter.peaks.items()}
+
+
+def activation_ledger(arch: Architecture, choice: Choice) -> Ledger:
+    """The activation lines alone, over the phases of a step."""
+    spec = ModelSpec("m", decoder_units(arch), arch)
+    phases = timeline(spec.units).phases
+    return merge(phases, activation_lines(spec, choice, phases))
+
+
+def observe_step(model: Decoder, choice: Choice, *, steps: int = 1) -> dict[str, int]:
+    """Peak bytes per phase of everything but parameters, as a registry of storages sees them in real steps."""
+    model = model.to(DTYPES[choice.precision])
+    registry = StorageRegistry()
+    mark_phases(unit_modules(model), registry)
+    shape, vocab = (choice.micro_batch, choice.seq), model.arch.vocab
+    with registry:
+        registry.adopt(*model.parameters())
+        states = registry.live_bytes
+        for _ in range(steps):
+            registry.enter("forward.embed")
+            inputs, labels = torch.randint(vocab, shape), torch.randint(vocab, shape)
+            loss = model(inputs, labels)
+            registry.enter("backward.loss")
+            loss.backward()
+            registry.enter("step")
+            del inputs, labels, loss
+            registry.enter("idle")
+    assert registry.live_bytes == states, "something outlived the step"
+    return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from phases import allocator_peaks, choose, decoder_of, mark_phases, unit_modules
+from phases import allocator_peaks, choose, decoder_of, observe_step
 
 from zplan.planner.activations import BATCH_PHASES, activation_lines, profile
 from zplan.planner.aten import FP32, INT64, SORT_ABOVE
@@ -15,7 +15,6 @@ from zplan.planner.config import ITEMSIZE, Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.ledger import Ledger, merge
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
-from zplan.runtime.meter import StorageRegistry
 
 LLAMA = Architecture("llama", 2, 64, 4, 4, 16, 176, 100, 64, tied=False)
 GPT2 = Architecture("gpt2", 2, 64, 4, 4, 16, 256, 100, 64, tied=True)
@@ -53,26 +52,7 @@ def per_phase(arch: Architecture, choice: Choice) -> dict[str, int]:
 
 
 def observe(arch: Architecture, choice: Choice, *, steps: int = 1) -> dict[str, int]:
-    """Peak bytes per phase of everything but parameters, as the registry sees them in a real step."""
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[choice.precision]
-    model = decoder_of(arch, choice).to(dtype)
-    shape = (choice.micro_batch, choice.seq)
-    registry = StorageRegistry()
-    mark_phases(unit_modules(model), registry)
-    with registry:
-        registry.adopt(*model.parameters())
-        states = registry.live_bytes
-        for _ in range(steps):
-            registry.enter("forward.embed")
-            inputs, labels = torch.randint(arch.vocab, shape), torch.randint(arch.vocab, shape)
-            loss = model(inputs, labels)
-            registry.enter("backward.loss")
-            loss.backward()
-            registry.enter("step")
-            del inputs, labels, loss
-            registry.enter("idle")
-    assert registry.live_bytes == states, "something outlived the step"
-    return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}
+    return observe_step(decoder_of(arch, choice), choice, steps=steps)
 
 
 def expect_equal(arch: Architecture, choice: Choice, *, steps: int = 1) -> None:

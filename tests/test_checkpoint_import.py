@@ -260,6 +260,7 @@ def deepspeed_run(rank: int, world_size: int, folder: str, stage: int, bf16: boo
     return losses[3:], whole(), at_save
 
 
+@pytest.mark.witness
 @pytest.mark.gloo
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the witness extra: deepspeed")
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -275,6 +276,7 @@ def test_a_folder_of_the_real_package_is_gone_on_with(run_ranks, tmp_path, stage
             assert got[0][1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.witness
 @pytest.mark.gloo
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the witness extra: deepspeed")
 @pytest.mark.parametrize("stage", [1, 2, 3])

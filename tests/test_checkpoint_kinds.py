@@ -8,21 +8,18 @@ from functools import partial
 
 import pytest
 import torch
-from phases import DTYPES, choose, mark_phases, unit_modules
+from phases import activation_ledger, choose, observe_step
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zplan
-from zplan.planner.activations import activation_lines, profile
+from zplan.planner.activations import profile
 from zplan.planner.config import Choice
 from zplan.planner.emit import emit
 from zplan.planner.errors import ZplanError
-from zplan.planner.ledger import Ledger, merge
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.plan_reading import parse_plan
-from zplan.planner.timeline import timeline
 from zplan.runtime.decoder import Decoder, rotary_tables
-from zplan.runtime.meter import StorageRegistry
 
 LLAMA = Architecture("llama", 7, 64, 4, 2, 16, 176, 100, 64, tied=False)
 GPT2 = Architecture("gpt2", 5, 64, 4, 4, 16, 256, 100, 64, tied=True)
@@ -68,33 +65,11 @@ def in_turn(blocks, x: Tensor, *tables: Tensor) -> Tensor:
 
 
 def observe(arch: Architecture, choice: Choice) -> dict[str, int]:
-    model = Checkpointed(arch, choice).to(DTYPES[choice.precision])
-    registry = StorageRegistry()
-    mark_phases(unit_modules(model), registry)
-    shape = (choice.micro_batch, choice.seq)
-    with registry:
-        registry.adopt(*model.parameters())
-        states = registry.live_bytes
-        registry.enter("forward.embed")
-        inputs, labels = torch.randint(arch.vocab, shape), torch.randint(arch.vocab, shape)
-        loss = model(inputs, labels)
-        registry.enter("backward.loss")
-        loss.backward()
-        registry.enter("step")
-        del inputs, labels, loss
-        registry.enter("idle")
-    assert registry.live_bytes == states, "something outlived the step"
-    return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}
-
-
-def ledger(arch: Architecture, choice: Choice) -> Ledger:
-    spec = ModelSpec("m", decoder_units(arch), arch)
-    phases = timeline(spec.units).phases
-    return merge(phases, activation_lines(spec, choice, phases))
+    return observe_step(Checkpointed(arch, choice), choice)
 
 
 def wrong_phases(arch: Architecture, choice: Choice) -> dict[str, tuple[int, int]]:
-    mine = ledger(arch, choice)
+    mine = activation_ledger(arch, choice)
     expected = dict(zip(mine.phases, mine.per_phase(), strict=True))
     return {p: (expected[p], n) for p, n in observe(arch, choice).items() if expected[p] != n}
 
@@ -136,7 +111,7 @@ def test_selective_equals_what_an_observer_sees(arch, precision, attention):
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_offloaded_inputs_wait_in_pinned_memory(device, every):
     base = replace(choose(3, 16, "bf16", "full", "sdpa", device), checkpoint_every=every)
-    here, away = ledger(LLAMA, base), ledger(LLAMA, replace(base, checkpoint_offload=True))
+    here, away = activation_ledger(LLAMA, base), activation_ledger(LLAMA, replace(base, checkpoint_offload=True))
     line = away.line("act.block.checkpoint")
     hidden = 3 * 16 * LLAMA.hidden * 2
     assert (line.tier, line.nbytes, line.count) == ("pinned", hidden, -(-LLAMA.layers // every))
@@ -159,7 +134,7 @@ def test_kinds_between_none_and_full():
 
 def test_a_segment_of_all_blocks_saves_their_input_alone():
     choice = replace(choose(3, 16, "bf16", "full"), checkpoint_every=LLAMA.layers)
-    mine = ledger(LLAMA, choice)
+    mine = activation_ledger(LLAMA, choice)
     assert not any(x.id.startswith("act.block.saved") for x in mine.lines)
     # What the whole segment saves is made again in the last block's backward.
     recomputed = [x for x in mine.lines if x.id.startswith("act.block.recomputed")]
@@ -169,7 +144,9 @@ def test_a_segment_of_all_blocks_saves_their_input_alone():
 @pytest.mark.parametrize("every", [1, 2, 4, 8])
 def test_more_blocks_a_segment_keep_less_and_make_more_again(every):
     arch = replace(LLAMA, layers=16)
-    at = [ledger(arch, replace(choose(2, 64, "bf16", "full"), checkpoint_every=c)) for c in (every, 2 * every)]
+    at = [
+        activation_ledger(arch, replace(choose(2, 64, "bf16", "full"), checkpoint_every=c)) for c in (every, 2 * every)
+    ]
     turn = at[0].phases.index("loss")
     assert at[0].per_phase()[turn] > at[1].per_phase()[turn]
     last = at[0].phases.index("backward.blocks.15")

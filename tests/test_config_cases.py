@@ -156,6 +156,7 @@ def test_the_tally():
 DEEPSPEEDS = [row["file"] for row in ROWS if "file" in row and "accelerate" not in row["file"] and row["file"] < "37"]
 
 
+@pytest.mark.witness
 @pytest.mark.parametrize("name", DEEPSPEEDS)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_deepspeed_itself_refuses_the_files_marked_so(name, tmp_path):

@@ -78,6 +78,7 @@ def test_zplan_reads_its_own_back(folder, changes):
         assert getattr(config, name) == getattr(plan.choice, name)
 
 
+@pytest.mark.witness
 @pytest.mark.parametrize("changes", CHOICES, ids=lambda c: f"stage{c['stage']}")
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_deepspeed_loads_it(folder, changes, tmp_path):
@@ -95,6 +96,7 @@ def test_deepspeed_loads_it(folder, changes, tmp_path):
     assert config.optimizer_params["lr"] == plan.training.lr
 
 
+@pytest.mark.witness
 @pytest.mark.parametrize("changes", [{"stage": 0}, {"stage": 3}], ids=["stage0", "stage3"])
 def test_accelerate_loads_it(folder, changes, tmp_path):
     pytest.importorskip("accelerate", reason="needs the witness extra: accelerate")
@@ -121,6 +123,7 @@ def test_our_linter_reads_the_accelerate_file(folder):
     assert not report.count("error") and not report.count("warning")
 
 
+@pytest.mark.witness
 @pytest.mark.parametrize("changes", CHOICES[1:], ids=lambda c: f"stage{c['stage']}")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning")
 def test_transformers_takes_the_arguments_and_finds_no_mismatch(folder, changes, tmp_path, monkeypatch):
@@ -229,6 +232,7 @@ def test_a_plan_with_a_schedule(folder, tmp_path):
         emit(plan, "fsdp2")
 
 
+@pytest.mark.witness
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning")
 def test_transformers_finds_no_mismatch_in_a_schedule(folder, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs the hf extra: transformers")

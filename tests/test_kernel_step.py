@@ -1,4 +1,4 @@
-"""The step as it runs on GPUs (a table of slices, norms as reduces land), on CPU ranks with the kernels' torch faces."""
+"""The step as it runs on GPUs (a table of slices, norms as reduces land), on CPU ranks by the kernels' torch faces."""
 
 from __future__ import annotations
 

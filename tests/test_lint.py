@@ -243,6 +243,7 @@ def test_configs_as_people_write_them(name):
     )
 
 
+@pytest.mark.witness
 @pytest.mark.parametrize("name", FILES)
 def test_deepspeed_itself_refuses_what_is_marked_so(name, monkeypatch):
     """Witness: DeepSpeed's own config class on one rank."""

@@ -62,6 +62,7 @@ def test_the_command_reads_scripts(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["kind"] == "Python script with a DeepSpeed config"
 
 
+@pytest.mark.witness
 @pytest.mark.parametrize("module", EXPORTS)
 def test_deepspeed_has_these_names(module):
     pytest.importorskip("deepspeed", reason="needs the witness extra: deepspeed")

@@ -8,22 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from phases import DTYPES, choose, mark_phases, unit_modules
+from phases import activation_ledger, choose, observe_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zplan
-from zplan.planner.activations import activation_lines
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
-from zplan.planner.ledger import Ledger, merge
 from zplan.planner.losses import LOSS_CHUNKS
-from zplan.planner.models import Architecture, ModelSpec, decoder_units
+from zplan.planner.models import Architecture
 from zplan.planner.plan_reading import parse_plan
-from zplan.planner.timeline import timeline
 from zplan.runtime.decoder import Decoder
-from zplan.runtime.meter import StorageRegistry
 
 LLAMA = Architecture("llama", 4, 64, 4, 2, 16, 176, 700, 64, tied=False)
 GPT2 = Architecture("gpt2", 3, 64, 4, 4, 16, 256, 700, 64, tied=True)
@@ -61,29 +57,7 @@ class Lossy(Decoder):
 
 
 def observe(arch: Architecture, choice: Choice) -> dict[str, int]:
-    model = Lossy(arch, choice).to(DTYPES[choice.precision])
-    registry = StorageRegistry()
-    mark_phases(unit_modules(model), registry)
-    shape = (choice.micro_batch, choice.seq)
-    with registry:
-        registry.adopt(*model.parameters())
-        states = registry.live_bytes
-        registry.enter("forward.embed")
-        inputs, labels = torch.randint(arch.vocab, shape), torch.randint(arch.vocab, shape)
-        loss = model(inputs, labels)
-        registry.enter("backward.loss")
-        loss.backward()
-        registry.enter("step")
-        del inputs, labels, loss
-        registry.enter("idle")
-    assert registry.live_bytes == states, "something outlived the step"
-    return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}
-
-
-def ledger(arch: Architecture, choice: Choice) -> Ledger:
-    spec = ModelSpec("m", decoder_units(arch), arch)
-    phases = timeline(spec.units).phases
-    return merge(phases, activation_lines(spec, choice, phases))
+    return observe_step(Lossy(arch, choice), choice)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +74,7 @@ def ledger(arch: Architecture, choice: Choice) -> Ledger:
 )
 def test_every_phase_equals_what_an_observer_sees(kind, arch, batch, seq, precision, checkpointing):
     choice = replace(choose(batch, seq, precision, checkpointing), cross_entropy=kind)
-    mine = ledger(arch, choice)
+    mine = activation_ledger(arch, choice)
     expected = dict(zip(mine.phases, mine.per_phase(), strict=True))
     wrong = {p: (expected[p], n) for p, n in observe(arch, choice).items() if expected[p] != n}
     assert not wrong, wrong
@@ -110,13 +84,15 @@ def test_every_phase_equals_what_an_observer_sees(kind, arch, batch, seq, precis
 def test_each_kind_holds_less_than_the_one_before(device):
     arch = replace(LLAMA, vocab=32000, head_dim=16)
     choice = choose(4, 512, "bf16", "full", "sdpa", device)
-    peaks = [ledger(arch, replace(choice, cross_entropy=k)).peak_bytes() for k in ("plain", "bf16", "chunked")]
+    peaks = [
+        activation_ledger(arch, replace(choice, cross_entropy=k)).peak_bytes() for k in ("plain", "bf16", "chunked")
+    ]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
     # The published table, in bytes a logit: 12 at the backward of the plain loss, 6 without a cast.
     logits = 4 * 512 * 32000
     assert 12 * logits <= peaks[0] < 13 * logits and 6 * logits <= peaks[1] < 7 * logits
     # On a CPU the fused loss runs in plain torch, with temporaries of its own.
-    fused = ledger(arch, replace(choice, cross_entropy="fused")).peak_bytes()
+    fused = activation_ledger(arch, replace(choice, cross_entropy="fused")).peak_bytes()
     assert device == "cpu" or fused < peaks[1]
 
 
@@ -136,7 +112,7 @@ def test_classes_whose_loss_is_patched(kind):
     """Estimates: the class itself takes its loss in fp32 from whole logits."""
     arch, _ = read_architecture({"model_type": "qwen2", **SMALL}, "m")
     choice = choose(2, 512, "bf16", "full", "sdpa", "cuda")
-    plain, other = ledger(arch, choice), ledger(arch, replace(choice, cross_entropy=kind))
+    plain, other = activation_ledger(arch, choice), activation_ledger(arch, replace(choice, cross_entropy=kind))
     assert other.peak_bytes() < plain.peak_bytes()
     assert {x.source for x in other.lines} == {"estimate"}
 
@@ -145,7 +121,7 @@ def test_classes_whose_loss_is_patched(kind):
 def test_heads_that_are_more_than_a_matrix_are_refused(kind, family):
     arch, _ = read_architecture({"model_type": family, **SMALL, "head_dim": 16}, "m")
     with pytest.raises(ZplanError, match=f"the head of model_type `{family}` is no plain matrix"):
-        ledger(arch, replace(choose(1, 8, "bf16", "none", "eager"), cross_entropy=kind))
+        activation_ledger(arch, replace(choose(1, 8, "bf16", "none", "eager"), cross_entropy=kind))
 
 
 ASKED = {"gpus": 2, "mem": 8, "seq": 64}

@@ -88,6 +88,7 @@ def test_3000_steps_are_those_of_the_model(seed):
     assert failures or settings.hysteresis < 3 or settings.minimum == 1, "a case that should reach the minimum did not"
 
 
+@pytest.mark.witness
 @pytest.mark.parametrize("seed", range(len(SETTINGS)))
 def test_deepspeeds_own_scaler_agrees(seed, monkeypatch):
     """Witness. DeepSpeed raises at the minimum, so its trace is followed until then."""
@@ -229,6 +230,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(run_ranks):
     assert first == second == [(1.0, 256.0), (1.0, 128.0), (2.0, 128.0)] and weights == others
 
 
+@pytest.mark.witness
 def test_the_config_comes_back_and_deepspeed_loads_it():
     block = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 3}
     c = from_mapping({"train_batch_size": 1, "fp16": block}, world_size=1)

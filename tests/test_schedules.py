@@ -93,6 +93,7 @@ WITNESSED = [
 ]
 
 
+@pytest.mark.witness
 @pytest.mark.parametrize(("kind", "params"), WITNESSED)
 def test_deepspeeds_own_classes_agree(kind, params):
     """Witness: t = -1 to 130, rates and moments, to the last bits."""
