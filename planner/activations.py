@@ -122,12 +122,18 @@ def counted(spec: ModelSpec) -> bool:
     arch = spec.arch
     if arch is None or arch.runnable:
         return arch is not None
-    return type_counted(arch.family) and not arch.dense_layers
+    return type_counted(arch.family) and not arch.dense_layers and not arch.trait("not_counted")
 
 
 def prefers_eager(arch: Architecture) -> bool:
     """Whether a Hugging Face class refuses fused attention, or masks it by its windows, which is not counted."""
-    return not arch.runnable and bool(arch.trait("window"))
+    return not arch.runnable and (bool(arch.trait("window")) or _only_eager(arch))
+
+
+def _only_eager(arch: Architecture) -> bool:
+    """Whether a class refuses fused attention; or torch has no kernel for Falcon's one pair of keys and values."""
+    one_pair = arch.family == "falcon" and arch.kv_heads < arch.heads and not arch.trait("grouped")
+    return arch.family in ("gemma2", "bloom") or one_pair
 
 
 def _class_tape(arch: Architecture) -> type[StepTape]:
@@ -135,9 +141,10 @@ def _class_tape(arch: Architecture) -> type[StepTape]:
         from zplan.planner.hfbert import BertTape
 
         return BertTape
+    from zplan.planner.hfgpts import TAPES
     from zplan.planner.hftape import ClassTape
 
-    return ClassTape
+    return TAPES.get(arch.family, ClassTape)
 
 
 def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -> tuple[Line, ...]:
@@ -218,7 +225,7 @@ def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
 def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
-    if arch.family in ("gpt2", "opt", "bert") and choice.seq > arch.max_seq:
+    if arch.family in ("gpt2", "opt", "bert", "gptj") and choice.seq > arch.max_seq:
         raise ZplanError(
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
@@ -260,7 +267,13 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
             "use --attention eager",
         )
     fused, window = choice.attention == "sdpa", arch.trait("window")
-    if fused and arch.family == "gemma2":
+    if fused and arch.family == "falcon" and _only_eager(arch):
+        raise ZplanError(
+            f"fused attention of {arch.heads} heads on one key-value head has no kernel in torch for the class of "
+            "model_type `falcon`, and is not counted",
+            "use --attention eager",
+        )
+    if fused and _only_eager(arch):
         raise ZplanError(f"the class of model_type `{arch.family}` refuses fused attention", "use --attention eager")
     if fused and window and choice.seq >= window:
         raise ZplanError(

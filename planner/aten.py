@@ -274,6 +274,20 @@ class Aten:
         self.tape.finish(node, out)
         return out
 
+    def add_(self, x: Value, y: Value) -> Value:
+        """In place."""
+        node = self.tape.node([x, y], lambda g, s: [g[0].alias(), g[0].alias()])
+        out = x.alias()
+        self.tape.finish(node, out)
+        return out
+
+    def scale_(self, x: Value) -> Value:
+        """In place times a Python number."""
+        node = self.tape.node([x], lambda g, s: [self.like(g[0], "div")])
+        out = x.alias()
+        self.tape.finish(node, out)
+        return out
+
     def neg(self, x: Value) -> Value:
         node = self.tape.node([x], lambda g, s: [self.like(g[0], "neg")])
         out = self.like(x, "neg")

@@ -126,6 +126,17 @@ STYLES: dict[str, Style] = {
         feed=("fc1", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
     ),
+    # These three lay their layers out themselves: `planner/hfgpts.py`.
+    "gptj": Style(
+        norm="layer",
+        act="gelu_new",
+        gated=False,
+        attention=("attn", "out_proj"),
+        feed=("mlp.fc_in", "mlp.fc_out"),
+        norms=("ln_1",),
+    ),
+    "falcon": Style(norm="layer", act="gelu", gated=False, feed=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")),
+    "bloom": Style(norm="layer", act="gelu", gated=False),
 }
 
 

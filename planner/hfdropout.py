@@ -26,6 +26,13 @@ DROPOUTS: dict[str, dict[str, tuple[str, float]]] = {
         "embed_dropout": ("embd_pdrop", 0.0),
         "attention_dropout": ("attention_dropout", 0.0),
     },
+    "gptj": {
+        "dropout": ("resid_pdrop", 0.0),
+        "embed_dropout": ("embd_pdrop", 0.0),
+        "attention_dropout": ("attn_pdrop", 0.0),
+    },
+    "falcon": {"dropout": ("hidden_dropout", 0.0), "branch_dropout": ("attention_dropout", 0.0)},
+    "bloom": {"dropout": ("hidden_dropout", 0.0), "attention_dropout": ("attention_dropout", 0.0)},
     "phi3": {"dropout": ("resid_pdrop", 0.0), "attention_dropout": ("attention_dropout", 0.0)},
     **{
         name: {"attention_dropout": ("attention_dropout", 0.0)}

@@ -45,6 +45,7 @@ ACTIVATIONS = {
     **{kind: _GELU for kind in ("gemma", "gemma2", "gemma3_text", "gpt_neox")},
     "phi": ("gelu_new",),
     "opt": ("relu",),
+    "gptj": ("gelu_new",),
     "bert": _GELU,
 }
 """Of the types whose activations are counted: what their op lists are for."""
@@ -190,7 +191,10 @@ def _falcon(keys: Keys, hidden: int) -> Traits:
     groups = keys.integer("num_kv_heads", heads) if new else 1 if keys.flag("multi_query", default=True) else heads
     two = new and keys.integer("num_ln_in_parallel_attn", 2) == 2
     bias = keys.flag("bias", default=False)
+    keys.refuse("activation", keys.text("activation", "gelu"), ("gelu",))
     return {
+        "grouped": new,
+        "not_counted": keys.flag("alibi", default=False),
         "kv_heads": groups,
         "two_norms": two,
         "input_norm": not two,
@@ -370,7 +374,10 @@ SHAPES: dict[str, Shape] = {
         ("BloomForCausalLM",),
         (2, 64, 8, 0, 0, 0, 250880, 2048),
         tied=True,
-        traits=lambda keys, hidden: {"bias": True},
+        traits=lambda keys, hidden: {
+            "bias": True,
+            "normed_residual": keys.flag("apply_residual_connection_post_layernorm", default=False),
+        },
         # Its positions are biases on the scores; `seq_length` is what it was trained with.
         names={"layers": "n_layer", "heads": "n_head", "kv_heads": "n_head", "ffn": "n_inner", "max_seq": "seq_length"},
     ),
@@ -435,7 +442,13 @@ SHAPES: dict[str, Shape] = {
         names=UNGROUPED,
     ),
     "gpt_oss": Shape(("GptOssForCausalLM",), (36, 2880, 64, 8, 64, 2880, 201088, 131072), tied=False, traits=_gpt_oss),
-    "gptj": Shape(("GPTJForCausalLM",), (28, 4096, 16, 0, 0, 0, 50400, 2048), tied=False, names=GPT_NAMES),
+    "gptj": Shape(
+        ("GPTJForCausalLM",),
+        (28, 4096, 16, 0, 0, 0, 50400, 2048),
+        tied=False,
+        traits=lambda keys, hidden: {"rotary": keys.integer("rotary_dim", 64)},
+        names=GPT_NAMES,
+    ),
     "internlm2": Shape(
         ("InternLM2ForCausalLM",),
         (32, 4096, 32, 0, 0, 11008, 103168, 2048),

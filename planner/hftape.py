@@ -20,6 +20,8 @@ from zplan.planner.tape import Value
 class ClassTape(StepTape):
     """A decoder of `STYLES`."""
 
+    block = Block
+
     def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int, recipe: Recipe) -> None:
         super().__init__(op, arch, units, itemsize, recipe)
         self.style = STYLES[arch.family]
@@ -38,11 +40,14 @@ class ClassTape(StepTape):
         """All layers and the last norm."""
         calls = []
         for i in range(self.arch.layers):
-            run = Block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style, self.recipe.attention).run
+            run = self.make_block(i).run
             # Where there are two kinds of layers the first one stands for those of the other kind.
             kind = -1 if i == 0 else 0
             calls.append((f"blocks.{i}", run, (positions, *tables[kind], *(masks and [masks[kind]]))))
         return self.unit("norm", self._norm, self.blocks(start, calls))
+
+    def make_block(self, i: int) -> Block:
+        return self.block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style, self.recipe.attention)
 
     def embed(self, ids: Value) -> Value:
         out = self.op.embedding(self.by_unit["embed"]["weight"], ids)
@@ -63,23 +68,27 @@ class ClassTape(StepTape):
         start = [self._dropped(embedded)]
         if self.arch.family == "phi":
             embedded = start[0]  # There the dropped one takes over the name, which lives until the forward returns.
-        wide = self.arch.trait("rotary") or self.arch.head_dim
-        itemsize = FP32 if self.style.rotary_fp32 else self.itemsize
-        tables = [rotary_tables(self.op, wide, seq, itemsize) for _ in range(self.style.tables)]
+        tables = self.tables(seq)
         out = self.layers(start, positions, tables, masks)
         del embedded
         return out
+
+    def tables(self, seq: int) -> Sequence[tuple[Value, ...]]:
+        """cos and sin, once for each kind of layer."""
+        wide = self.arch.trait("rotary") or self.arch.head_dim
+        itemsize = FP32 if self.style.rotary_fp32 else self.itemsize
+        return [rotary_tables(self.op, wide, seq, itemsize) for _ in range(self.style.tables)]
 
     def _dropped(self, embedded: Value) -> Value:
         return self.op.dropout(embedded) if self.arch.trait("embed_dropout") else embedded
 
     def _look_for_packing(self, batch: int, seq: int) -> None:
         """Whether positions start again anywhere: their differences, and how often they are not 1."""
-        differences = self._differences(batch, seq)
+        first = self.tape.new((batch,), INT64, "positions.first")
+        differences = self._differences(first, batch, seq)
         _restarts = self._count_others(differences)
 
-    def _differences(self, batch: int, seq: int) -> Value:
-        first = self.tape.new((batch,), INT64, "positions.first")
+    def _differences(self, first: Value, batch: int, seq: int) -> Value:
         padded = [self.tape.new((batch, seq), INT64, "positions.padded"), self.op.like(first, "positions.padded")]
         out = self.tape.new((batch, seq), INT64, "positions.differences")
         del padded

@@ -73,6 +73,7 @@ def mark_phases(  # noqa: C901  (four small hooks)
     def after(name):
         def hook(module, args, out):
             if not recomputing():
+                out = out[0] if isinstance(out, tuple) else out
                 if out.requires_grad:
                     out.register_hook(lambda grad: registry.enter(f"backward.{name}"))
                 if name == "head":

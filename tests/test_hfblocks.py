@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_GPT = {"n_layer": 4, "n_head": 4, "n_embd": 64, "n_positions": 64}
 CASES = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 4},
@@ -91,7 +92,15 @@ CASES = {
         "dropout": 0.0,
         "tie_word_embeddings": True,
     },
+    "gptj": _GPT | {"model_type": "gptj", "rotary_dim": 8},
+    "falcon, one pair of keys and values": _GPT | {"model_type": "falcon", "tie_word_embeddings": True},
+    "falcon, groups": _GPT | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon, serial": _GPT | {"model_type": "falcon", "parallel_attn": False, "multi_query": False, "bias": True},
+    "bloom": _GPT | {"model_type": "bloom", "tie_word_embeddings": True},
+    "bloom, 6 heads": _GPT
+    | {"model_type": "bloom", "n_embd": 96, "hidden_size": 96, "n_head": 6, "num_attention_heads": 6},
 }
+EAGER_ONLY = ("gemma2", "falcon, one", "bloom")
 
 
 def predicted(config: dict, choice: Choice) -> dict[str, int]:
@@ -102,10 +111,33 @@ def predicted(config: dict, choice: Choice) -> dict[str, int]:
     return dict(zip(phases, ledger.per_phase(), strict=True))
 
 
+class Both:
+    """Two modules that are called in a row, as one."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        self.first, self.second = first, second
+
+    def parameters(self):
+        return chain(self.first.parameters(), self.second.parameters())
+
+    def register_forward_pre_hook(self, hook):
+        return self.first.register_forward_pre_hook(hook)
+
+    def register_forward_hook(self, hook):
+        return self.second.register_forward_hook(hook)
+
+
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     if hasattr(model, "bert"):
         layers = enumerate(model.bert.encoder.layer)
         return {"embed": model.bert.embeddings, **{f"blocks.{i}": x for i, x in layers}, "head": model.cls}
+    if hasattr(model, "transformer"):
+        base = model.transformer
+        embed = base.wte if hasattr(base, "wte") else base.word_embeddings
+        if hasattr(base, "word_embeddings_layernorm"):
+            embed = Both(embed, base.word_embeddings_layernorm)
+        layers = {f"blocks.{i}": layer for i, layer in enumerate(base.h)}
+        return {"embed": embed, **layers, "norm": base.ln_f, "head": model.lm_head}
     if hasattr(model, "gpt_neox"):
         base = model.gpt_neox
         embed, norm, head = (
@@ -125,6 +157,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def observed(config: dict, choice: Choice) -> dict[str, int]:
+    if config["model_type"] == "falcon":
+        config = {k: v for k, v in config.items() if k != "head_dim"}  # There it is always width / heads.
     hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
     auto = transformers.AutoModelForMaskedLM if hf.model_type == "bert" else transformers.AutoModelForCausalLM
     model = auto.from_config(hf).to(DTYPES[choice.precision])
@@ -164,7 +198,7 @@ GRID = [
     (name, *kind)
     for name, kind in product(CASES, KINDS)
     # The class of gemma2 refuses fused attention, and gemma3 masks it from its window on.
-    if kind[4] == "eager" or not (name.startswith("gemma2") or (name == "gemma3_text" and kind[1] > 32))
+    if kind[4] == "eager" or not (name.startswith(EAGER_ONLY) or (name == "gemma3_text" and kind[1] > 32))
 ]
 
 
@@ -182,8 +216,11 @@ def test_what_the_lists_leave_out_is_refused():
     with pytest.raises(ZplanError, match="with windows of 32 tokens .* fused attention of 32 tokens"):
         predicted(window, choose(1, 32, "bf16", "none"))
     assert predicted(window, choose(1, 32, "bf16", "none", "eager"))
-    with pytest.raises(ZplanError, match="`gemma2` refuses fused attention"):
-        predicted(SMALL | CASES["gemma2"], choose(1, 8, "bf16", "none"))
+    for name in ("gemma2", "bloom"):
+        with pytest.raises(ZplanError, match=f"`{name}` refuses fused attention"):
+            predicted(SMALL | CASES[name], choose(1, 8, "bf16", "none"))
+    with pytest.raises(ZplanError, match="4 heads on one key-value head has no kernel"):
+        predicted(SMALL | CASES["falcon, one pair of keys and values"], choose(1, 8, "bf16", "none"))
     grouped = replace(choose(1, 8, "fp32", "none"), device="cuda")
     with pytest.raises(ZplanError, match="4 heads on 2 key-value heads in fp32"):
         predicted(SMALL | CASES["qwen2"], grouped)
@@ -198,16 +235,17 @@ def test_lines_of_classes_are_estimates():
 
 @pytest.mark.parametrize("name", CASES)
 def test_laws_on_cuda(name):
-    config = SMALL | {"num_hidden_layers": 5, "max_position_embeddings": 8192, "head_dim": 64} | CASES[name]
+    large = {"num_hidden_layers": 5, "max_position_embeddings": 8192, "head_dim": 64}
+    config = SMALL | large | CASES[name] | ({"n_positions": 8192} if "n_positions" in CASES[name] else {})
     if config["hidden_size"] // config["num_attention_heads"] < 64:
-        config |= {"hidden_size": 256, "word_embed_proj_dim": 256}
+        config |= {"hidden_size": 256, "n_embd": 256, "word_embed_proj_dim": 256}
     start = replace(choose(2, 1024, "bf16", "none", "eager"), device="cuda")
     held = predicted(config, start)
     for larger in (replace(start, micro_batch=3), replace(start, seq=1025)):
         assert all(predicted(config, larger)[p] >= n for p, n in held.items())
     full = predicted(config, replace(start, checkpointing="full"))
     assert max(full.values()) < max(held.values())
-    if not name.startswith("gemma2") and name != "gemma3_text":
+    if not name.startswith(EAGER_ONLY) and name != "gemma3_text":
         assert max(predicted(config, replace(start, attention="sdpa")).values()) < max(held.values())
 
 
@@ -226,6 +264,10 @@ DROPPED = {
     "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1},
     "phi3": {"resid_pdrop": 0.1},
     "qwen2": {"attention_dropout": 0.1},
+    "gptj": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "falcon, groups": {"hidden_dropout": 0.1},
+    "falcon, serial": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "bloom": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
 }
 
 

@@ -1,0 +1,376 @@
+"""The op lists of the classes of GPT-J, Falcon and BLOOM (transformers 5.24), line by line.
+
+See [Note: lifetimes] in `planner/tape.py`. What they share with other decoders is in `planner/hfblocks.py` and
+`planner/hftape.py`; what each does in its own way is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zplan.planner.aten import FP32, INT64, Aten, Grads, Outs
+from zplan.planner.hfblocks import Block
+from zplan.planner.hfops import rotate, rotate_half
+from zplan.planner.hftape import ClassTape
+from zplan.planner.tape import Value
+
+INT32 = 4
+
+
+class GptjBlock(Block):
+    """Both branches start from one norm. Positions rotate neighbours of (B, T, H, D), by tables made anew each time."""
+
+    def attention(self, x: Value, cos: Value, sin: Value, *mask: Value) -> tuple[Value, Value | None]:
+        op, heads, wide = self.op, self.arch.heads, int(self.arch.trait("rotary"))
+        q, k = (self._apart(self.linear(x, f"attn.{n}_proj"), heads) for n in "qk")
+        v = op.transpose(self._apart(self.linear(x, "attn.v_proj"), heads), 1, 2)
+        k_front, k_rest = op.narrow(k, 0, wide), op.narrow(k, wide, self.arch.head_dim - wide)
+        q_front, q_rest = op.narrow(q, 0, wide), op.narrow(q, wide, self.arch.head_dim - wide)
+        k_front = self._rotated(k_front, sin, cos)
+        q_front = self._rotated(q_front, sin, cos)
+        k = op.named("k, rotated", op.cat((k_front, k_rest)))
+        q = op.named("q, rotated", op.cat((q_front, q_rest)))
+        out, weights = self.attend(op.transpose(q, 1, 2), op.transpose(k, 1, 2), v, *mask)
+        return self.drop(out), weights
+
+    def _apart(self, x: Value, heads: int) -> Value:
+        return self.op.view(x, (*x.shape[:2], heads, self.arch.head_dim))
+
+    def _rotated(self, x: Value, sin: Value, cos: Value) -> Value:
+        op = self.op
+        sin = self._doubled(sin)
+        cos = self._doubled(cos)
+        return op.add(op.mul(x, cos), op.mul(rotate_half(op, x), sin))
+
+    def _doubled(self, table: Value) -> Value:
+        return self.op.tape.new((1, table.shape[1], 1, 2 * table.shape[2]), table.itemsize, "rotary, doubled")
+
+    def _eager(self, q: Value, k: Value, v: Value, mask: Value) -> tuple[Value, Value | None]:
+        """Scores are a product in fp32."""
+        op = self.op
+        scores = op.scale(op.matmul(op.to(q, FP32), op.transpose(op.to(k, FP32), 2, 3)))
+        scores = op.add(scores, mask)
+        scores = op.to(op.softmax(scores, "softmax"), v.itemsize)
+        if self.arch.trait("attention_dropout"):
+            scores = op.dropout(scores)
+        out = op.named("attention output", op.matmul(scores, v))
+        return op.contiguous(op.transpose(out, 1, 2)), scores
+
+    def feed(self, x: Value) -> Value:
+        return self.drop(super().feed(x))
+
+    def run(self, x: Value, positions: Value, *given: Value) -> Value:
+        residual = x
+        hidden = self.norm(x, 0)
+        attended, _weights = self.attention(hidden, *given)
+        fed = self.feed(hidden)
+        return self.op.named("output", self.op.add(self.op.add(attended, fed), residual))
+
+
+class GptjTape(ClassTape):
+    """The tables are rows of one buffer."""
+
+    block = GptjBlock
+
+    def tables(self, seq: int) -> list[tuple[Value, ...]]:
+        wide = int(self.arch.trait("rotary"))
+        both = self.tape.new((1, seq, wide), self.itemsize, "rotary")
+        half = both.view((1, seq, wide // 2), both.strides)
+        return [(half, half.alias())]
+
+
+class PairBlock(Block):
+    """A layer that returns its probabilities too, where they were written."""
+
+    outputs: list[Value]
+    """What the layer before returned: a local of the model's forward, which the next layer's result replaces."""
+
+    def returned(self, out: Value, weights: Value | None) -> Value:
+        self.op.named("output", out)
+        if not self.op.tape.recomputing:
+            self.outputs[:] = [x.alias() for x in (out, weights) if x is not None]
+        return out
+
+
+class PairTape(ClassTape):
+    """A model that keeps the last layer's results until its forward returns."""
+
+    def make_block(self, i: int) -> Block:
+        made = super().make_block(i)
+        assert isinstance(made, PairBlock)
+        made.outputs = self.outputs
+        return made
+
+    def forward(self, ids: Value, labels: Value) -> Value:
+        self.outputs: list[Value] = []
+        return super().forward(ids, labels)
+
+    def layers(
+        self, start: list[Value], positions: Value, tables: Sequence[tuple[Value, ...]], masks: Sequence[Value]
+    ) -> Value:
+        out = super().layers(start, positions, tables, masks)
+        self.outputs.clear()
+        return out
+
+
+class FalconBlock(PairBlock):
+    """Heads in groups, of which each has its own keys and values; or one pair for all heads; or as many as heads."""
+
+    def linear(self, x: Value, name: str) -> Value:
+        out, bias = self.op.linear(x, self.p[f"{name}.weight"]), self.p.get(f"{name}.bias")
+        return out if bias is None else self.op.add(out, bias)
+
+    def _split(self, fused: Value) -> tuple[Value, Value, Value]:
+        """Queries, keys and values (B, T, H or 1, D)."""
+        op, a, groups = self.op, self.arch, self.arch.kv_heads
+        b, t, _ = fused.shape
+        if not a.trait("grouped"):
+            if groups > 1:
+                parts = op.view(fused, (b, t, a.heads, 3, a.head_dim))
+                q, k, v = (_chosen(op, parts) for _ in range(3))
+                return q, k, v
+            parts = op.view(fused, (b, t, a.heads + 2, a.head_dim))
+            return _part(op, parts, a.heads), _picked(op, parts), _picked(op, parts)
+        each = a.heads // groups
+        parts = op.view(fused, (b, t, groups, each + 2, a.head_dim))
+        query = _part(op, parts, each)
+        key, value = _picked(op, parts), _picked(op, parts)
+        key, value = op.expand(key, query.shape), op.expand(value, query.shape)
+        query, key, value = [op.reshape(x, (b, t, a.heads, a.head_dim)) for x in (query, key, value)]
+        return query, key, value
+
+    def attention(self, x: Value, cos: Value, sin: Value, *mask: Value) -> tuple[Value, Value | None]:
+        op, a = self.op, self.arch
+        fused = op.named("q, k, v", self.linear(x, "self_attention.query_key_value"))
+        q, k, v = self._split(fused)
+        q, k, v = op.transpose(q, 1, 2), op.transpose(k, 1, 2), op.transpose(v, 1, 2)
+        q, k = rotate(op, q, k, cos, sin)
+        if self.kind == "eager":
+            out, weights = self._scored(q, k, v, *mask)
+        else:
+            out, weights = op.sdpa(q, k, v, causal=False), None
+        out = op.transpose(out, 1, 2)
+        out = op.reshape(out, (*x.shape[:2], a.heads * a.head_dim))
+        out = self.linear(out, "self_attention.dense")
+        return out, weights
+
+    def _scored(self, q: Value, k: Value, v: Value, mask: Value) -> tuple[Value, Value]:
+        """Softmax in the compute dtype."""
+        op = self.op
+        k = op.transpose(k, 2, 3)
+        scores = op.scale_(op.matmul(q, op.expand(k, (*q.shape[:2], *k.shape[2:]))))
+        scores = op.softmax(op.add(scores, mask), "softmax")
+        out = op.named("attention output", op.matmul(scores, op.expand(v, (*q.shape[:2], *v.shape[2:]))))
+        return out, scores
+
+    def run(self, x: Value, positions: Value, *given: Value) -> Value:
+        op, arch = self.op, self.arch
+        residual = x
+        if arch.trait("two_norms"):
+            hidden = self.norm_of(x, "ln_attn")
+            fed_with = self.norm_of(x, "ln_mlp")
+        else:
+            hidden = fed_with = self.norm_of(x, "input_layernorm")
+        attended, _weights = self.attention(hidden, *given)
+        if arch.trait("serial"):
+            residual = op.named("after attention", op.add(residual, self._branch(attended)))
+            fed_with = self.norm_of(residual, "post_attention_layernorm")
+        fed = self.feed(fed_with)
+        if not arch.trait("serial"):
+            fed = op.add_(fed, attended)
+        return self.returned(op.add(residual, self.drop(fed)), _weights)
+
+    def _branch(self, x: Value) -> Value:
+        return self.op.dropout(x) if self.arch.trait("branch_dropout") else x
+
+    def norm_of(self, x: Value, name: str) -> Value:
+        return self.op.named("normed", self.op.layer_norm(x, self.p[f"{name}.weight"], self.p[f"{name}.bias"]))
+
+
+def _part(op: Aten, x: Value, length: int) -> Value:
+    """The first of the last dim but one; its gradient is written into zeros."""
+    shape, itemsize = x.shape, x.itemsize
+    node = op.tape.node([x], lambda g, s: [op.tape.new(shape, itemsize, "slice.grad")])
+    out = x.view((*shape[:-2], length, shape[-1]), x.strides)
+    op.tape.finish(node, out)
+    return out
+
+
+def _chosen(op: Aten, x: Value) -> Value:
+    """`x[..., i, :]`: a view; its gradient is written into zeros."""
+    shape, itemsize = x.shape, x.itemsize
+    node = op.tape.node([x], lambda g, s: [op.tape.new(shape, itemsize, "select.grad")])
+    out = x.view((*shape[:-2], shape[-1]), (*x.strides[:-2], x.strides[-1]))
+    op.tape.finish(node, out)
+    return out
+
+
+def _picked(op: Aten, x: Value) -> Value:
+    """`x[..., [i], :]`: a copy, by an index of one int64; its gradient is added into zeros as in `Aten.index`."""
+    shape, itemsize = x.shape, x.itemsize
+
+    def backward(g: Grads, s: Grads) -> Outs:
+        zeros = op.tape.new(shape, itemsize, "index.grad")
+        if not op.table.in_place_accumulation:
+            zeros = op.tape.new(shape, itemsize, "index.grad")
+        return [zeros]
+
+    node = op.tape.node([x], backward, op.tape.new((1,), INT64, "index"))
+    out = op.tape.new((*shape[:-2], 1, shape[-1]), itemsize, "index")
+    op.tape.finish(node, out)
+    return out
+
+
+class FalconTape(PairTape):
+    """Fused attention takes a mask always, which every layer turns into one that is added."""
+
+    block = FalconBlock
+
+    def _masks(self, ids: Value) -> list[Value]:
+        if self.recipe.attention == "eager" or self.recipe.padded:
+            return super()._masks(ids)
+        self.op.masked = True
+        return [self._future(*ids.shape)]
+
+
+class BloomBlock(PairBlock):
+    """Positions are numbers added to the scores, (B * H, 1, T); dropout and residuals are added in the branches."""
+
+    def run(self, x: Value, positions: Value, *given: Value) -> Value:
+        normed = self.norm(x, 0)
+        residual = normed if self.arch.trait("normed_residual") else x
+        attended, _weights = self._attention(normed, residual, positions, *given)
+        normed = self.norm(attended, 1)
+        residual = normed if self.arch.trait("normed_residual") else attended
+        return self.returned(self._feed(normed, residual), _weights)
+
+    def _attention(self, x: Value, residual: Value, alibi: Value, mask: Value) -> tuple[Value, Value]:
+        op, a = self.op, self.arch
+        b, t, _ = x.shape
+        rows = b * a.heads
+        fused = op.named("q, k, v", self.linear(x, "self_attention.query_key_value"))
+        q, k, v = self._heads_of(fused)
+        q = op.reshape(q, (rows, t, a.head_dim))
+        k = op.transpose(op.reshape(k, (rows, t, a.head_dim)), 1, 2)
+        v = op.reshape(v, (rows, t, a.head_dim))
+        scores = _baddbmm(op, q, k)
+        weights = op.view(scores, (b, a.heads, t, t))
+        weights = op.add(weights, mask)
+        probabilities = op.to(op.softmax(op.to(weights, FP32), "softmax"), x.itemsize)
+        if a.trait("attention_dropout"):
+            probabilities = op.dropout(probabilities)
+        context = op.named("attention output", op.bmm(op.view(probabilities, (rows, t, t)), v))
+        context = self._merged(context, b)
+        out = self.linear(context, "self_attention.dense")
+        out = op.named("after attention", op.add(residual, self.drop(out)))
+        return out, probabilities
+
+    def _heads_of(self, fused: Value) -> tuple[Value, Value, Value]:
+        a = self.arch
+        parts = self.op.view(fused, (*fused.shape[:2], a.heads, 3, a.head_dim))
+        q, k, v = (self.op.transpose(_chosen(self.op, parts), 1, 2) for _ in range(3))
+        return q, k, v
+
+    def _merged(self, x: Value, batch: int) -> Value:
+        op, a, t = self.op, self.arch, x.shape[1]
+        x = op.transpose(op.view(x, (batch, a.heads, t, a.head_dim)), 1, 2)
+        return op.reshape(x, (batch, t, a.heads * a.head_dim))
+
+    def _feed(self, x: Value, residual: Value) -> Value:
+        op = self.op
+        hidden = op.named("gelu(up)", _gelu(op, op.named("up", self.linear(x, "mlp.dense_h_to_4h"))))
+        made = self.linear(hidden, "mlp.dense_4h_to_h")
+        return op.add(residual, self.drop(made))
+
+
+def _baddbmm(op: Aten, q: Value, k: Value) -> Value:
+    """The product times a number, plus what needs no gradient; each factor's gradient is a product times the number."""
+    tape, q_shape, k_shape = op.tape, q.shape, k.shape
+
+    def backward(g: Grads, s: Grads) -> Outs:
+        tape.multiply(*q_shape, k_shape[2], times=2)
+        first = op.like(tape.new(q_shape, g[0].itemsize, "bmm"), "mul")
+        second = op.like(tape.new(k_shape, g[0].itemsize, "bmm"), "mul")
+        return [first, second]
+
+    node = tape.node([q, k], backward, q, k)
+    tape.multiply(*q_shape, k_shape[2])
+    out = tape.new((*q_shape[:2], k_shape[2]), q.itemsize, "bmm")
+    tape.finish(node, out)
+    return out
+
+
+def _gelu(op: Aten, x: Value) -> Value:
+    """A function of its own, written in Python without autograd: it saves its input, and makes the rest again."""
+
+    def new(like: Value, *_operands: Value) -> Value:
+        return op.like(like, "bloom.gelu")
+
+    def tanh(y: Value) -> Value:
+        return new(new(y, new(y), new(y, new(y, new(y)))))
+
+    def backward(g: Grads, s: Grads) -> Outs:
+        y = s[0]
+        t = tanh(y)
+        slope = new(y, new(y, new(y), new(y, new(y, new(y, t)), new(y, new(y, new(y))))), new(y, new(y, t)))
+        return [new(slope, slope)]
+
+    node = op.tape.node([x], backward, x)
+    out = new(x, new(x), new(x, tanh(x)))
+    op.tape.finish(node, out)
+    return out
+
+
+class BloomTape(PairTape):
+    """Embeddings have a norm, and there is no other attention than the eager one."""
+
+    block = BloomBlock
+
+    def embed_words(self, ids: Value) -> Value:
+        words = self.op.embedding(self.head_or_table(), ids)
+        if self.recipe.checkpointing != "none":
+            self.tape.require_gradient(words)
+        return words
+
+    def head_or_table(self) -> Value:
+        return self.params["transformer.word_embeddings.weight"]
+
+    def head_weight(self) -> Value:
+        own = self.by_unit["head"].get("weight")
+        return self.head_or_table() if own is None else own
+
+    def features(self, ids: Value) -> Value:
+        words, (batch, seq) = self.embed_words(ids), ids.shape
+        norm = [self.params[f"transformer.word_embeddings_layernorm.{n}"] for n in ("weight", "bias")]
+        start = [self.starts(self.op.layer_norm(words, *norm), "backward.embed")]
+        slopes = self._slopes()
+        alibi = self._times_positions(self.tape.new((seq,), INT64, "positions.ids"))
+        alibi = self.op.to(self._repeated(alibi, batch), self.itemsize)
+        masks = self._masks(ids)
+        out = self.layers(start, alibi, [()], masks)
+        del words, slopes
+        return out
+
+    def _slopes(self) -> Value:
+        """A power of a number for each head, in two series where heads are no power of two."""
+        tape, heads = self.tape, self.arch.heads
+        closest = 1 << (heads.bit_length() - 1)
+        _base, _powers = tape.new((), FP32, "positions.base"), tape.new((closest,), INT32, "positions.powers")
+        slopes = tape.new((closest,), FP32, "positions.slopes")
+        if closest != heads:
+            more = heads - closest
+            _base2, _powers2 = tape.new((), FP32, "positions.base"), tape.new((more,), INT32, "positions.powers")
+            slopes = self._joined(slopes, tape.new((more,), FP32, "positions.slopes"))
+        return slopes
+
+    def _joined(self, *parts: Value) -> Value:
+        return self.tape.new((self.arch.heads,), FP32, "positions.slopes")
+
+    def _times_positions(self, positions: Value) -> Value:
+        return self.tape.new((self.arch.heads, 1, *positions.shape), FP32, "positions.ids")
+
+    def _repeated(self, alibi: Value, batch: int) -> Value:
+        return self.tape.new((batch * self.arch.heads, *alibi.shape[1:]), FP32, "positions.ids")
+
+
+TAPES: dict[str, type[ClassTape]] = {"gptj": GptjTape, "falcon": FalconTape, "bloom": BloomTape}
