@@ -26,10 +26,16 @@ def shared_sizes(placements: Sequence[Placement], choice: Choice) -> list[int]:
         return []
     rings = {p.ring: p.slot_numel * choice.itemsize for p in placements if p.ringed}
     sizes = list(rings.values()) * choice.ring_slots
-    trained = [p for p in placements if not p.frozen]
-    if trained and choice.reduce == "exchange" and uses_reduce_slots(choice):
-        sizes.append(max(p.layout.max_piece_numel for p in trained) * choice.itemsize)
+    if choice.reduce == "exchange" and (numel := slot_numel(placements, choice)):
+        sizes.append(numel * choice.itemsize)
     return sizes
+
+
+def slot_numel(placements: Sequence[Placement], choice: Choice) -> int:
+    """Elements of a reduce slot: the largest piece of any trained unit; 0 where there is no slot."""
+    if not uses_reduce_slots(choice):
+        return 0
+    return max((p.layout.max_piece_numel for p in placements if not p.frozen), default=0)
 
 
 def table_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
@@ -95,9 +101,9 @@ def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     compute dtype for an exchange, which needs another one for what arrives. A slot that other GPUs read is always
     there.
     """
-    if not uses_reduce_slots(choice) or not placements:
+    numel = slot_numel(placements, choice)
+    if not numel:
         return []
-    numel = max(p.layout.max_piece_numel for p in placements)
     span = (time.at(f"reduce.{placements[-1].unit.name}"), time.last_backward)
     if choice.reduce == "scatter":
         return [Line("grads.slot", numel * choice.reduce_itemsize, (span,), "buffers")]

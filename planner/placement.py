@@ -2,9 +2,8 @@
 
 [Note: resident and ringed] At stage 3 on several ranks, blocks of equal size share a ring of K slots and hold no 16-bit
 copy between uses (*ringed*). Every other unit (final norm, a size class with no more than K units, and anything tied)
-is
-*resident*: its flat buffer in the compute dtype is always there. At stages 0 to 2 all units are resident. On one rank
-nothing is sharded, whatever the stage.
+is *resident*: its flat buffer in the compute dtype is always there. At stages 0 to 2 all units are resident. On one
+rank nothing is sharded, whatever the stage.
 
 [Note: guests] An embedding and a head whose weights are read in their own forward alone borrow slots of the largest
 ring: in forward order the members of a ring take its slots in turn, so the embedding's is free again for the second

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import nn
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.runtime.foreign import Foreign
+from zplan.runtime.mesh import say_once
 
 Parameters = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 Asked = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
@@ -88,13 +88,8 @@ def read_optimizer(
         keys = ("params", *KNOWN)
         return Wanted(name, [{k: v for k, v in g.items() if k in keys} for g in optimizer.param_groups])
     foreign = Foreign(optimizer, sharded=sharded)
-    _say(f"`optimizer=` ({type(optimizer).__name__}) stands for the config's {training.optimizer}")
+    say_once(f"`optimizer=` ({type(optimizer).__name__}) stands for the config's {training.optimizer}")
     return Wanted(foreign.name, optimizer.param_groups, foreign)
-
-
-def _say(text: str) -> None:
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        sys.stderr.write(f"zplan: {text}\n")
 
 
 def _own_groups(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -87,6 +88,12 @@ def join(*, pretend_world: int | None = None, timeout_s: float = 600.0) -> Mesh:
         pretended=pretend_world is not None,
         timeout_s=timeout_s,
     )
+
+
+def say_once(text: str) -> None:
+    """A line on stderr, by rank 0 or by a process that stands alone."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        sys.stderr.write(f"zplan: {text}\n")
 
 
 def own_device() -> torch.device:

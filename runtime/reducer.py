@@ -69,9 +69,9 @@ class Reducer:
         self.held = False
         """More backward calls of this micro-step follow (`no_sync`): whole gradients wait for the sum over ranks."""
         self.exchanges = choice.reduce == "exchange"
+        self.slot_dtype = COMPUTE_DTYPE[choice.precision] if self.exchanges else torch.float32
         if choice.copies and self.slotted and self.exchanges and units:
-            dtype = COMPUTE_DTYPE[choice.precision]
-            self.shared = arena.take_shared("grads.slot", self.slot_numel, dtype, collectives.mesh)
+            self.shared = arena.take_shared("grads.slot", self.slot_numel, self.slot_dtype, collectives.mesh)
         if choice.accumulation > 1:
             for u in units:
                 self._take_grad(u)
@@ -175,11 +175,10 @@ class Reducer:
         self.retire()
         grad = self._take_grad(unit)
         if self.slotted and self.slot is None:
-            dtype = COMPUTE_DTYPE[self.choice.precision] if self.exchanges else torch.float32
-            shared = self.shared
-            self.slot = self.arena.take("grads.slot", self.slot_numel, dtype) if shared is None else shared.buffer
+            size = (self.slot_numel, self.slot_dtype)
+            self.slot = self.arena.take("grads.slot", *size) if self.shared is None else self.shared.buffer
             if self.exchanges:
-                self.received = self.arena.take("grads.received", self.slot_numel, dtype)
+                self.received = self.arena.take("grads.received", *size)
         landed = unit.release_grads()
         if self.suspects is not None and self.suspects.looking:
             self.suspects.look(unit, landed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,6 +20,7 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.placement import shards_states
 from zplan.runtime.checkpoint_load import write_compute_copy
 from zplan.runtime.checkpoint_ranges import extents, state_tensor, states_of
+from zplan.runtime.mesh import say_once
 
 if TYPE_CHECKING:
     from zplan.runtime.engine import Engine
@@ -102,7 +102,7 @@ class WeightFolder:
                 "`from_pretrained` and pass that model",
             )
         if extra := sorted(set(self.tensors) - set(self.names.values())):
-            _say(f"{len(extra)} tensors of `{self.folder}` are not the model's, such as `{extra[0]}`")
+            say_once(f"{len(extra)} tensors of `{self.folder}` are not the model's, such as `{extra[0]}`")
 
     def _candidates(self, name: str) -> list[str]:
         """Names under which a folder may hold it: a bare model's have no first part, and adapters wrap theirs."""
@@ -179,8 +179,3 @@ def _read_header(file: Path) -> dict[str, Stored]:
         return out
     except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
         raise ZplanError(f"`{file}` can't be read: {error}", "download the folder again") from None
-
-
-def _say(text: str) -> None:
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        sys.stderr.write(f"zplan: {text}\n")

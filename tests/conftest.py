@@ -1,4 +1,4 @@
-"""`run_ranks`: run a function on several real ranks over gloo, each in a process of its own."""
+"""`run_ranks`: run a function on several real ranks over gloo, each in a process of its own. `run`: a command line."""
 
 from __future__ import annotations
 
@@ -169,3 +169,17 @@ def run_ranks(_forkserver: Any, tmp_path: Path) -> Callable[..., list[Any]]:
                 pipe.close()
 
     return run
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """`run(*words)` -> `(exit code, stdout, stderr)` of one command line, in this process."""
+    from zplan import cli
+
+    def call(*words: object) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return caught.value.code, out, err
+
+    return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -164,18 +165,39 @@ def activation_ledger(arch: Architecture, choice: Choice) -> Ledger:
 
 
 def observe_step(model: Decoder, choice: Choice, *, steps: int = 1) -> dict[str, int]:
-    """Peak bytes per phase of everything but parameters, as a registry of storages sees them in real steps."""
+    """`observe` of a decoder in its own dtype."""
     model = model.to(DTYPES[choice.precision])
+    return observe(model, unit_modules(model), choice, model, (0, model.arch.vocab), steps=steps)
+
+
+def observe(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    choice: Choice,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    ids: tuple[int, int],
+    *,
+    steps: int = 1,
+) -> dict[str, int]:
+    """Peak bytes per phase of everything but parameters and buffers, as a registry of storages sees them in real steps.
+
+    Parameters
+    ----------
+    modules
+        By unit.
+    loss_of
+        Of inputs and labels, whose ids are from the first of `ids` on and below the second.
+    """
     registry = StorageRegistry()
-    mark_phases(unit_modules(model), registry)
-    shape, vocab = (choice.micro_batch, choice.seq), model.arch.vocab
+    mark_phases(modules, registry)
+    shape = (choice.micro_batch, choice.seq)
     with registry:
-        registry.adopt(*model.parameters())
+        registry.adopt(*model.parameters(), *model.buffers())
         states = registry.live_bytes
         for _ in range(steps):
             registry.enter("forward.embed")
-            inputs, labels = torch.randint(vocab, shape), torch.randint(vocab, shape)
-            loss = model(inputs, labels)
+            inputs, labels = torch.randint(*ids, shape), torch.randint(*ids, shape)
+            loss = loss_of(inputs, labels)
             registry.enter("backward.loss")
             loss.backward()
             registry.enter("step")

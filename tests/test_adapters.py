@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from phases import DTYPES, choose, mark_phases, unit_modules
+from phases import DTYPES, choose, observe, unit_modules
 from test_hfblocks import CASES, SMALL, modules_of
 from torch import Tensor, nn
 
@@ -26,7 +26,6 @@ from zplan.planner.report import report
 from zplan.planner.timeline import timeline
 from zplan.runtime.decoder import Decoder
 from zplan.runtime.detect import find_units
-from zplan.runtime.meter import StorageRegistry
 from zplan.runtime.start import look
 
 LLAMA = Architecture("llama", 4, 64, 4, 2, 16, 176, 100, 64, tied=False)
@@ -66,25 +65,6 @@ def build(spec: ModelSpec, choice: Choice) -> Decoder:
     return model.to(DTYPES[choice.precision])
 
 
-def observe(model: nn.Module, modules: dict[str, nn.Module], choice: Choice, loss_of) -> dict[str, int]:
-    registry = StorageRegistry()
-    mark_phases(modules, registry)
-    shape = (choice.micro_batch, choice.seq)
-    with registry:
-        registry.adopt(*model.parameters(), *model.buffers())
-        states = registry.live_bytes
-        registry.enter("forward.embed")
-        inputs, labels = torch.randint(3, 100, shape), torch.randint(3, 100, shape)
-        loss = loss_of(inputs, labels)
-        registry.enter("backward.loss")
-        loss.backward()
-        registry.enter("step")
-        del inputs, labels, loss
-        registry.enter("idle")
-    assert registry.live_bytes == states, "something outlived the step"
-    return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}
-
-
 def wrong_phases(spec: ModelSpec, choice: Choice, seen: dict[str, int]) -> dict[str, tuple[int, int]]:
     phases = timeline(spec.units).phases
     per_phase = merge(phases, activation_lines(spec, choice, phases)).per_phase()
@@ -111,7 +91,7 @@ def test_every_phase_equals_what_an_observer_sees(arch, targets, embeddings, att
         choose(3, 10, precision, checkpointing, attention),
     )
     model = build(spec, choice)
-    seen = observe(model, unit_modules(model), choice, model)
+    seen = observe(model, unit_modules(model), choice, model, (3, 100))
     assert not (wrong := wrong_phases(spec, choice, seen)), wrong
 
 
@@ -147,7 +127,7 @@ def test_every_phase_equals_what_peft_holds(name, words, kind):
     peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, lora_alpha=12, target_modules=targets), model)
     model.to(DTYPES[choice.precision]).train()
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == spec.num_trained
-    seen = observe(model, modules_of(model), choice, lambda i, t: model(input_ids=i, labels=t).loss)
+    seen = observe(model, modules_of(model), choice, lambda i, t: model(input_ids=i, labels=t).loss, (3, 100))
     assert not (wrong := wrong_phases(spec, choice, seen)), wrong
 
 

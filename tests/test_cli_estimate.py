@@ -23,19 +23,6 @@ Textbook: model states of one GPU (P = 7B, N = 8)
 """
 
 
-@pytest.fixture
-def run(capsys):
-    """`(exit code, stdout, stderr)` of one command line."""
-
-    def call(*args):
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(a) for a in args])
-        out, err = capsys.readouterr()
-        return caught.value.code, out, err
-
-    return call
-
-
 def test_the_headline(run):
     code, out, err = run(*HEADLINE)
     assert (code, err) == (0, "")

@@ -8,23 +8,16 @@ import sys
 
 import pytest
 
-from zplan import cli
 from zplan.planner.plan_file import load_plan
 
 EXAMPLE = ["plan", "--model", "smollm2-135m", "--gpus", "2", "--mem", "8", "--seq", "256", "--global-batch", "8"]
 
 
 @pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
+def run(run, tmp_path, monkeypatch):
+    """In a folder of its own."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*args):
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(a) for a in args])
-        out, err = capsys.readouterr()
-        return caught.value.code, out, err
-
-    return call
+    return run
 
 
 def test_the_example(run, tmp_path):

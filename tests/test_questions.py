@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from zplan import cli
 from zplan.planner.api import open_search
 from zplan.planner.batch import Batch
 from zplan.planner.errors import ZplanError
@@ -19,19 +18,6 @@ from zplan.planner.remedies import remedies
 from zplan.planner.request import make_request
 from zplan.planner.search import TIE
 from zplan.planner.units import GIB
-
-
-@pytest.fixture
-def run(capsys):
-    """`(exit code, stdout, stderr)` of one command line."""
-
-    def call(*args):
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(a) for a in args])
-        out, err = capsys.readouterr()
-        return caught.value.code, out, err
-
-    return call
 
 
 def opened(**asked):

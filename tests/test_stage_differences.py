@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from zplan import cli
 from zplan.planner.errors import ZplanError
 from zplan.planner.peer_rules import STAGES
 from zplan.planner.request import make_request
@@ -40,17 +39,6 @@ def test_why_deepspeed_3_uses_more_than_2():
     text = explanation_text(found)
     assert text.startswith("DeepSpeed's stage 3 holds ") and "more than stage 2 on one GPU" in text
     assert "zero/stage3.py: grad_partitions_flat_buffer" in text and "Stage 3 adds" in text
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*args):
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(a) for a in args])
-        out, err = capsys.readouterr()
-        return caught.value.code, out, err
-
-    return call
 
 
 def test_the_command(run):
