@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from zplan.planner.config import Choice
+from zplan.planner.config import Choice, Offload
 from zplan.planner.ledger import Ledger, Line
 from zplan.planner.models import Adapters, ModelSpec, decoder_units
 from zplan.planner.predict import batch_lines, shard_lines
@@ -36,7 +36,20 @@ not, and of NVMe, at their most.
 
 ENDS: tuple[Part, Part] = ("low", "high")
 
-_PLAIN = Choice(0, 1)
+_NOT_OF_SHARDS: dict[str, Any] = {
+    "micro_batch": 1,
+    "seq": 1,
+    "attention": "sdpa",
+    "checkpointing": "none",
+    "checkpoint_offload": False,
+}
+"""Fields of a choice on which what follows the shards does not depend, at any value."""
+
+_NOT_OF_BATCHES: dict[str, Any] = {
+    **{"stage": 0, "world_size": 1, "accumulation": 1, "ring_slots": 2, "piece_numel": 1},
+    **{"saving": "foreground", "offload": Offload()},
+}
+"""And those on which what follows the batch does not."""
 
 
 def foldable(choice: Choice) -> bool:
@@ -76,10 +89,8 @@ class Folding:
         further
             Lines beside those of `predict`, for given phases.
         """
-        shard = replace(choice, micro_batch=1, seq=1, checkpointing="none", attention="sdpa")
-        shard = replace(shard, accumulation=min(2, choice.accumulation), checkpoint_offload=False)
-        batch = replace(choice, stage=0, world_size=1, accumulation=1, ring_slots=2, piece_numel=1, saving="foreground")
-        batch = replace(batch, offload=_PLAIN.offload)
+        shard = replace(choice, accumulation=min(2, choice.accumulation), **_NOT_OF_SHARDS)
+        batch = replace(choice, **_NOT_OF_BATCHES)
         if shard not in self.memo:
             self.memo[shard] = self._sum(lambda spec, time: shard_lines(spec, shard, time))
         if batch not in self.memo:

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
@@ -91,10 +92,15 @@ def shards_states(choice: Choice) -> bool:
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
     """Placement of every unit that has parameters, in forward order."""
     # A search asks for many choices that differ only in what moves no parameter.
-    same = replace(choice, micro_batch=1, accumulation=1, seq=1, checkpointing="none", attention="sdpa")
-    same = replace(same, cross_entropy="plain", kernels="torch", checkpoint_every=1, checkpoint_offload=False)
-    same = replace(same, padded=False)
-    return _place(spec, same)
+    return _place(spec, replace(choice, **_MOVES_NO_PARAMETER))
+
+
+_MOVES_NO_PARAMETER: dict[str, Any] = {
+    **{"micro_batch": 1, "accumulation": 1, "seq": 1, "attention": "sdpa", "padded": False},
+    **{"checkpointing": "none", "checkpoint_every": 1, "checkpoint_offload": False},
+    **{"cross_entropy": "plain", "kernels": "torch"},
+}
+"""Fields of a choice, at any value."""
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Line, Tier
-from zplan.planner.loss_scale import NUM_SCALARS as NUM_SCALE_SCALARS
 from zplan.planner.optimizers import SCRATCH_NUMEL, OptimizerKind, kind_of, workspace_bytes
 from zplan.planner.placement import NF4_CLASS, Placement, shards_states
 from zplan.planner.timeline import Timeline
@@ -47,6 +46,8 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
     lines += moment_lines(placements, choice, time)
     lines.append(Line("optim.scalars", NUM_SCALARS * FP32, (always,), "states"))
     if choice.precision == "fp16":
+        from zplan.planner.loss_scale import NUM_SCALARS as NUM_SCALE_SCALARS
+
         lines.append(Line("optim.loss_scale", NUM_SCALE_SCALARS * FP32, (always,), "states"))
     lines.append(Line("optim.norms", norm_bytes(placements, choice), (always,), "states"))
     lines.append(Line("optim.table", table_bytes(placements, choice), (always,), "states"))
