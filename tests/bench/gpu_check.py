@@ -12,11 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from job import join_job
 import workload as w
+from job import join_job
 
 from zplan.runtime.initialize import initialize
-
 
 STEPS = 6
 

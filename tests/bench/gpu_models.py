@@ -9,11 +9,10 @@ import sys
 
 import torch
 import torch.distributed as dist
-from job import join_job
 import transformers
+from job import join_job
 
 from zplan.runtime.initialize import initialize
-
 
 SMALL = {
     "vocab_size": 512,

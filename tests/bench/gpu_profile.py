@@ -13,12 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import join_job
 from gpu_speed import zplan_step
+from job import join_job
 from peers import fsdp2_step
 from shapes import SHAPES
-
-
 
 STEPS = 3
 
