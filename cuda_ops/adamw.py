@@ -1,5 +1,8 @@
 """AdamW over a list of flat slices in one launch: moments, master and the 16-bit copy in one pass over memory.
 
+The master is an fp32 array, or split: the bf16 weights and an array of what they lack. See [Note: halves] in
+`halves.py`.
+
 [Note: table] The launch reads the slices' addresses from a table on the device, written when an address changes.
 Those of buffers that live from step to step never do; gradients that are born late come back at the same addresses in
 the steady state. The copy to the device goes through pinned memory on the current stream: the host waits for nothing.
@@ -17,8 +20,10 @@ import torch
 from torch import Tensor
 
 from zplan.cuda_ops import compiler
+from zplan.cuda_ops.halves import merge, split
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SPLIT = 3
 WORDS = 8
 """64-bit words of the table that one slice takes."""
 
@@ -27,12 +32,13 @@ WORDS = 8
 class Slice:
     """What one contiguous slice of the optimizer's state is made of: 1D tensors of equal length."""
 
-    master: Tensor  # fp32
+    master: Tensor | None  # fp32; None where `low` is given
     exp_avg: Tensor  # fp32
     exp_avg_sq: Tensor  # fp32
     half_copy: Tensor | None = None  # bf16 or fp16; receives the new values
     lr_scale: float = 1.0
     weight_decay_scale: float = 1.0
+    low: Tensor | None = None  # int16: the lower halves of masters whose upper halves are the bf16 `half_copy`
 
 
 class _Row(ctypes.Structure):
@@ -64,7 +70,8 @@ class FusedAdamW:
     Parameters
     ----------
     slices
-        On one device; half copies all of one dtype. Empty slices are allowed.
+        On one device; half copies all of one dtype, and masters split in all of them or in none. Empty slices are
+        allowed.
     table
         1D int64 on that device, `table_words(len(slices))` elements, kept by the caller. See [Note: table].
     defines
@@ -83,6 +90,9 @@ class FusedAdamW:
         kinds = {s.half_copy.dtype for s in slices if s.half_copy is not None}
         assert len(kinds) <= 1, f"half copies of several dtypes: {kinds}"
         self._kind = KINDS[kinds.pop()] if kinds else 0
+        if any(s.low is not None for s in slices):
+            assert all(s.low is not None for s in slices), "some masters are split and some are not"
+            self._kind = SPLIT
         self._macros = {**compiler.TUNED["adamw"], **(defines or {})}
         self._defines, self._max_blocks = defines, max_blocks
         self._addresses: list[int] = []
@@ -136,15 +146,17 @@ class FusedAdamW:
         if addresses == self._addresses:
             return
         for s, g in zip(self.slices, grads, strict=True):
-            assert g.dtype == torch.float32 and g.is_contiguous() and g.numel() == s.master.numel(), (g.dtype, g.shape)
+            assert g.dtype == torch.float32 and g.is_contiguous() and g.numel() == s.exp_avg.numel(), (g.dtype, g.shape)
         rows, chunk = (_Row * len(self.slices))(), 0
         for row, s, address in zip(rows, self.slices, addresses, strict=True):
             half = 0 if s.half_copy is None else s.half_copy.data_ptr()
-            row.master, row.grad, row.half_copy = s.master.data_ptr(), address, half
+            master = s.low if s.master is None else s.master
+            assert master is not None
+            row.master, row.grad, row.half_copy = master.data_ptr(), address, half
             row.exp_avg, row.exp_avg_sq = s.exp_avg.data_ptr(), s.exp_avg_sq.data_ptr()
-            row.numel, row.first_chunk = s.master.numel(), chunk
+            row.numel, row.first_chunk = s.exp_avg.numel(), chunk
             row.lr_scale, row.weight_decay_scale = s.lr_scale, s.weight_decay_scale
-            chunk += -(-s.master.numel() // self._macros["CHUNK"])
+            chunk += -(-s.exp_avg.numel() // self._macros["CHUNK"])
         pinned = torch.empty(self.table.numel(), dtype=torch.int64, pin_memory=True)
         ctypes.memmove(pinned.data_ptr(), rows, ctypes.sizeof(rows))
         # torch keeps the pinned memory back until the copy is done, however soon the tensor goes.
@@ -166,8 +178,9 @@ class FusedAdamW:
         order = sorted(zip(self.slices, grads, strict=True), key=lambda row: _factors(row[0]))
         for (lr_scale, decay_scale), found in groupby(order, key=lambda row: _factors(row[0])):
             rows = list(found)
+            masters = [_whole(s) for s, _ in rows]
             torch._fused_adamw_(
-                [s.master for s, _ in rows],
+                masters,
                 [g for _, g in rows],
                 [s.exp_avg for s, _ in rows],
                 [s.exp_avg_sq for s, _ in rows],
@@ -183,9 +196,11 @@ class FusedAdamW:
                 grad_scale=scale,
                 found_inf=skip,
             )
-        for s in self.slices:
-            if s.half_copy is not None:
-                s.half_copy.copy_(s.master)
+            for (s, _), master in zip(rows, masters, strict=True):
+                if s.low is not None and s.half_copy is not None:
+                    split(master, s.half_copy, s.low, torch.empty_like(master, dtype=torch.int32))
+                elif s.half_copy is not None:
+                    s.half_copy.copy_(master)
 
 
 def table_words(num_slices: int) -> int:
@@ -198,8 +213,21 @@ def _factors(s: Slice) -> tuple[float, float]:
     return s.lr_scale, s.weight_decay_scale
 
 
+def _whole(s: Slice) -> Tensor:
+    """The fp32 master: the slice's own, or put together."""
+    if s.master is not None:
+        return s.master
+    assert s.half_copy is not None and s.low is not None
+    return merge(s.half_copy, s.low, torch.empty_like(s.exp_avg))
+
+
 def _check(s: Slice) -> None:
-    for t in (s.master, s.exp_avg, s.exp_avg_sq, s.half_copy):
-        assert t is None or (t.dim() == 1 and t.is_contiguous() and t.numel() == s.master.numel()), t.shape
-    assert s.master.dtype == s.exp_avg.dtype == s.exp_avg_sq.dtype == torch.float32
+    for t in (s.master, s.exp_avg, s.exp_avg_sq, s.half_copy, s.low):
+        assert t is None or (t.dim() == 1 and t.is_contiguous() and t.numel() == s.exp_avg.numel()), t.shape
+    assert s.exp_avg.dtype == s.exp_avg_sq.dtype == torch.float32
     assert s.half_copy is None or s.half_copy.dtype in (torch.bfloat16, torch.float16), s.half_copy.dtype
+    if s.low is None:
+        assert s.master is not None and s.master.dtype == torch.float32
+    else:
+        assert s.master is None and s.half_copy is not None, "a split master has bf16 weights and no fp32 array"
+        assert s.low.dtype == torch.int16 and s.half_copy.dtype == torch.bfloat16, (s.low.dtype, s.half_copy.dtype)

@@ -260,8 +260,17 @@ def save(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activit
         if choice.saving == "background":
             share = -(-frozen // choice.world_size)
             own.append(Line("save.frozen", share, ((last, last),), "buffers", "host"))
+    own += _masters_on_the_way(placements, choice, last)
     disk = 3 * FP32 * trained + frozen
     return _activity("save", phases, kept, own, f"{choice.saving}; {disk / 1e9:.1f} GB on the disk, all ranks")
+
+
+def _masters_on_the_way(placements: Sequence[Placement], choice: Choice, at: int) -> list[Line]:
+    """Masters in halves are put together a range at a time; on the CPU those ranges are what is written."""
+    most = max((p.layout.shard_numel for p in placements if p.split), default=0)
+    count = RANGES_HELD if choice.device == "cpu" and choice.saving == "foreground" else 1
+    note = "a range of fp32 masters, put together of their halves"
+    return [Line("save.masters", min(RANGE_NUMEL, most) * FP32, ((at, at),) * count, "buffers", note=note)]
 
 
 def load(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activity:

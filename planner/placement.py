@@ -10,8 +10,10 @@ ring: in forward order the members of a ring take its slots in turn, so the embe
 block, and the head's was the last block's but one. Slots grow where a guest is larger than a block, as long as that
 costs less than the flat buffers that it saves.
 
-[Note: masters] In bf16 a rank keeps fp32 master weights of its slices. In fp32 the resident flat buffer's own slices
-*are* the master weights; only a ringed unit keeps them apart, since its slot holds other blocks in between.
+[Note: masters] In 16 bits a rank keeps fp32 master weights of its slices. In fp32 the resident flat buffer's own slices
+*are* the master weights; only a ringed unit keeps them apart, since its slot holds other blocks in between. In bf16
+with AdamW the masters are *split*: the bf16 weights of the rank's slices are their upper halves, and only the lower
+halves are kept beside them (`cuda_ops/halves.py`), 2 bytes instead of 4. A ringed unit keeps both as shards.
 
 [Note: frozen] Frozen parameters are units of their own beside the trainable ones of the same module: no master, no
 moments, no gradient. A ringed one is cast from a shard in its own dtype (the compute dtype), so at stage 3 a frozen
@@ -55,6 +57,8 @@ class Placement:
     """Elements whose master weights and moments this rank keeps: the shard, or everything at stage 0."""
     has_master: bool
     """Whether it keeps fp32 master weights apart from the buffer that compute reads."""
+    split: bool = False
+    """Whether the weights in bf16 are the upper halves of the masters, with the lower halves beside them."""
 
     @property
     def frozen(self) -> bool:
@@ -62,8 +66,8 @@ class Placement:
 
     @property
     def has_shard(self) -> bool:
-        """Frozen and ringed: a shard in its own dtype from which the slot is filled."""
-        return self.frozen and self.ringed
+        """Ringed, and frozen or split: a shard in the compute dtype from which the slot is filled."""
+        return self.ringed and (self.frozen or self.split)
 
     @property
     def closes(self) -> bool:
@@ -87,6 +91,12 @@ class Placement:
 def shards_states(choice: Choice) -> bool:
     """Whether each rank updates only its own slices."""
     return choice.stage >= 1 and choice.world_size > 1
+
+
+def splits_masters(choice: Choice) -> bool:
+    """Whether masters are kept in two halves. See [Note: masters]; on the host an offloaded step has them whole."""
+    offloads = choice.offload.optimizer != "none" or choice.offload.params != "none"
+    return choice.runtime == "zplan" and choice.precision == "bf16" and choice.optimizer == "adamw" and not offloads
 
 
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
@@ -124,9 +134,11 @@ def place_units(units: Sequence[Unit], choice: Choice, *, tied: frozenset[str]) 
         ring = rings.get(u.name, "")
         shares = bool(ring) if u.frozen else shards_states(choice)
         owned = lay.shard_numel if shares else lay.padded_numel
-        has_master = not u.frozen and kind_of(choice.optimizer).master and (choice.precision != "fp32" or bool(ring))
+        split = not u.frozen and splits_masters(choice)
+        has_master = not (u.frozen or split) and kind_of(choice.optimizer).master
+        has_master = has_master and (choice.precision != "fp32" or bool(ring))
         slot = seen[ring] % choice.ring_slots if ring else 0
-        out.append(Placement(u, lay, name, bool(ring), slot, ring, numel.get(ring, 0), owned, has_master))
+        out.append(Placement(u, lay, name, bool(ring), slot, ring, numel.get(ring, 0), owned, has_master, split))
         seen[ring] += 1
     return tuple(out)
 

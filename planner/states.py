@@ -8,10 +8,10 @@ from dataclasses import replace
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Line, Tier
 from zplan.planner.optimizers import SCRATCH_NUMEL, OptimizerKind, kind_of, workspace_bytes
-from zplan.planner.placement import NF4_CLASS, Placement, shards_states
+from zplan.planner.placement import NF4_CLASS, Placement, shards_states, splits_masters
 from zplan.planner.timeline import Timeline
 
-FP32 = 4
+FP32, BF16 = 4, 2
 
 NORM_BLOCKS = 1024
 """Most blocks of one norm launch (`cuda_ops/norm.py`)."""
@@ -43,6 +43,9 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
     resident = [(p, p.buffer_bytes(choice), always) for p in placements if not p.ringed]
     lines += by_class("params.flat", resident, "states")
     lines += by_class("optim.master", [(p, p.owned_numel * FP32, always) for p in placements if p.has_master], "states")
+    halves = [(p, p.owned_numel * BF16, always) for p in placements if p.split]
+    lines += by_class("params.shard", [row for row in halves if row[0].ringed], "states")
+    lines += by_class("optim.master_low", halves, "states")
     lines += moment_lines(placements, choice, time)
     lines.append(Line("optim.scalars", NUM_SCALARS * FP32, (always,), "states"))
     if choice.precision == "fp16":
@@ -85,7 +88,7 @@ def _as_estimate(line: Line, kind: OptimizerKind) -> Line:
 
 def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[int, int]) -> list[Line]:
     """Frozen parameters: shards where ringed, and whole buffers that every rank holds alike. See [Note: frozen]."""
-    shards = [(p, p.buffer_bytes(choice) // choice.world_size, always) for p in placements if p.has_shard]
+    shards = [(p, p.buffer_bytes(choice) // choice.world_size, always) for p in placements if p.ringed]
     whole = [(p, p.buffer_bytes(choice), always) for p in placements if not p.ringed]
     note = ""
     if choice.world_size > 1:
@@ -168,8 +171,10 @@ def table_bytes(placements: Sequence[Placement], choice: Choice) -> int:
 def scratch_numel(placements: Sequence[Placement], choice: Choice) -> int:
     """fp32 elements of what update rules without a fused kernel go through slices in, and their coefficients."""
     lengths = [n for p in placements if not p.frozen for n in _slice_lengths(p, choice)]
-    num = kind_of(choice.optimizer).scratch
-    return num * min(SCRATCH_NUMEL, max(lengths, default=0)) + (NUM_COEFFICIENTS if num else 0)
+    num, coefficients = kind_of(choice.optimizer).scratch, NUM_COEFFICIENTS
+    if splits_masters(choice) and choice.device == "cpu":
+        num, coefficients = 2, 0  # masters made whole, and bits (`runtime/adamw.py`)
+    return num * min(SCRATCH_NUMEL, max(lengths, default=0)) + (coefficients if num else 0)
 
 
 def norm_chunk(device: str, numel: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zplan.planner.config import Choice
 from zplan.planner.optimizers import kind_of
-from zplan.planner.placement import shards_states
+from zplan.planner.placement import shards_states, splits_masters
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def least_ranks(num_params: int, mem_bytes: int) -> int:
 def runtime_rate(choice: Choice) -> Rate:
     """Bytes a parameter that zplan's runtime holds between backward and step, working buffers apart.
 
-    In 16 bits with AdamW: weights 2, fp32 master 4, moments 8, fp32 gradients 4. In fp32 the weights are their own
-    master, except at stage 3, where only the shard is kept. Gradients are split where they are reduced into a shard.
+    In bf16 with AdamW: weights 2, the lower halves of their fp32 masters 2, moments 8, fp32 gradients 4; in fp16 and
+    with other optimizers masters are whole, 4. In fp32 the weights are their own master, except at stage 3, where only
+    the shard is kept. Gradients are split where they are reduced into a shard.
     Other optimizers count their states to the whole byte. What is offloaded whole is not held here.
     """
     if choice.runtime != "zplan":
@@ -70,6 +71,8 @@ def runtime_rate(choice: Choice) -> Rate:
         return peer_rate(choice)
     kind, weights, reduced = kind_of(choice.optimizer), choice.itemsize, choice.reduce_itemsize
     master = 4 if kind.master and choice.precision != "fp32" else 0
+    if splits_masters(choice):
+        master = 2
     if choice.offload.optimizer != "none" and choice.offload.ratio == 1:
         if choice.stage == 3 and (choice.world_size > 1 or choice.offload.params != "none"):
             return Rate(0, weights if choice.offload.params == "none" else 0)

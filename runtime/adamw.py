@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zplan.cuda_ops.adamw import FusedAdamW, Slice, table_words
+from zplan.cuda_ops.halves import merge, split
 from zplan.runtime.norms import Scalars
 
 Group = Mapping[str, Any]
@@ -24,8 +25,8 @@ Group = Mapping[str, Any]
 class Row:
     """One contiguous slice that this rank updates: 1D tensors of equal length."""
 
-    master: Tensor
-    """fp32; in the compute dtype where there are no master weights."""
+    master: Tensor | None
+    """fp32; in the compute dtype where there are no master weights; None where they are split into `half` and `low`."""
     grad: Tensor
     """fp32. A rule may overwrite it."""
     states: tuple[Tensor, ...]
@@ -34,6 +35,8 @@ class Row:
     half: Tensor | None
     """The slice of the resident compute-dtype buffer that receives the new values, where it is not the master itself.
     """
+    low: Tensor | None = None
+    """int16: lower halves of split masters. See [Note: halves] in `cuda_ops/halves.py`."""
 
 
 class Rule(Protocol):
@@ -89,6 +92,32 @@ class TorchFused:
                 r.half.copy_(r.master)
 
 
+class TorchHalves:
+    """Torch's fused AdamW over split masters, which are put together part by part.
+
+    Parameters
+    ----------
+    scratch
+        1D fp32: two buffers of equal length.
+    """
+
+    def __init__(self, scratch: Tensor) -> None:
+        self.whole, work = scratch.chunk(2)
+        self.work = work.view(torch.int32)
+        self.inner = TorchFused("adamw")
+
+    def update(self, rows: Sequence[Row], s: Scalars, group: Group) -> None:
+        for r in rows:
+            assert r.half is not None and r.low is not None, "a master that is not split"
+            for at in range(0, r.low.numel(), self.whole.numel()):
+                cut = slice(at, at + self.whole.numel())
+                half, low = r.half[cut], r.low[cut]
+                master = merge(half, low, self.whole[: low.numel()])
+                part = Row(master, r.grad[cut], tuple(x[cut] for x in r.states), r.key, None)
+                self.inner.update([part], s, group)
+                split(master, half, low, self.work[: low.numel()])
+
+
 class KernelAdamW:
     """Our kernel: one launch for all slices of a group.
 
@@ -121,6 +150,6 @@ class KernelAdamW:
             assert len(self.fused[key].slices) == len(rows), "rows of a step may not change"
         else:
             start, self.used = self.used, self.used + table_words(len(rows))
-            slices = [Slice(r.master, *r.states, r.half) for r in rows]
+            slices = [Slice(r.master, *r.states, r.half, low=r.low) for r in rows]
             self.fused[key] = FusedAdamW(slices, self.table[start : self.used])
         return self.fused[key]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zplan import __version__
 from zplan.planner.errors import ZplanError
-from zplan.planner.saving import snapshot_numel
+from zplan.planner.saving import RANGE_NUMEL, snapshot_numel
 from zplan.runtime import checkpoint_folder as folder
 from zplan.runtime.checkpoint_format import DataFile, FileRecord, Manifest
 from zplan.runtime.checkpoint_frozen import FrozenFiles
@@ -37,6 +37,7 @@ from zplan.runtime.checkpoint_state import (
     random_state,
 )
 from zplan.runtime.checkpoint_write import Source, Written, check_shared, write_rank
+from zplan.runtime.halves import Halves
 from zplan.runtime.rendezvous import Rendezvous
 from zplan.runtime.unit import FlatUnit
 
@@ -255,10 +256,10 @@ class Checkpoints:
             for state in states_of(u):
                 source, copy = state_tensor(u, state), self.copies[u.name, state]
                 if source.numel() == copy.numel():
-                    copy.copy_(source, non_blocking=True)
+                    _copy_to_host(source, copy)
                     continue
                 for piece in u.layout.pieces:
-                    u.shard_of(copy, piece).copy_(u.own(source, piece), non_blocking=True)
+                    _copy_to_host(u.own(source, piece), u.shard_of(copy, piece))
         if self.engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
@@ -293,3 +294,13 @@ class Checkpoints:
                 "unfinished step are in no checkpoint",
                 "call `engine.step()` first, or `engine.reset_step()` to drop them",
             )
+
+
+def _copy_to_host(source: Tensor | Halves, copy: Tensor) -> None:
+    """Start a copy; masters in halves go a range at a time, each put together first."""
+    if isinstance(source, Tensor):
+        copy.copy_(source, non_blocking=True)
+        return
+    for at in range(0, copy.numel(), RANGE_NUMEL):
+        cut = slice(at, at + RANGE_NUMEL)
+        copy[cut].copy_(source[cut].whole(), non_blocking=True)

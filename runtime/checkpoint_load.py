@@ -91,7 +91,7 @@ def load_unit(unit: FlatUnit, checkpoint: Checkpoint, engine: Engine, *, weights
 
 def write_compute_copy(unit: FlatUnit, *, sharded: bool) -> None:
     """Write what a resident unit keeps in the compute dtype from its masters: this rank's slices, where sharded."""
-    if unit.flat is None or unit.master is None:
+    if unit.flat is None or unit.master is None:  # halves are their own copy
         return
     if not sharded:
         unit.flat.copy_(unit.master)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from zplan.runtime.checkpoint_format import FROZEN, RANGE_NUMEL, WEIGHT, Range
+from zplan.runtime.halves import Halves
 from zplan.runtime.unit import FlatUnit
+
+Kept = TypeVar("Kept", Tensor, Halves)
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Extent:
     range: Range
     at: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Kept) -> Kept:
         """The stretch of a 1D tensor that holds the range."""
         return tensor[self.at : self.at + self.range.end - self.range.start]
 
@@ -44,19 +48,22 @@ def states_of(unit: FlatUnit) -> tuple[str, ...]:
     return (FROZEN,) if unit.placement.frozen else (WEIGHT, *unit.states)
 
 
-def state_tensor(unit: FlatUnit, state: str) -> Tensor:
-    """The tensor that keeps a state. See [Note: masters] and [Note: frozen] in planner/placement.py."""
+def state_tensor(unit: FlatUnit, state: str) -> Any:
+    """The tensor that keeps a state, or the halves that stand for it.
+
+    See [Note: masters] and [Note: frozen] in planner/placement.py.
+    """
     if state == FROZEN:
         tensor = unit.flat if unit.shard is None else unit.shard
     elif state == WEIGHT:
-        tensor = unit.flat if unit.master is None else unit.master
+        return unit.weights
     else:
         tensor = unit.states.get(state)
     assert tensor is not None, f"unit {unit.name} has no {state}"
     return tensor
 
 
-def extents(unit: FlatUnit, state: str, tensor: Tensor, *, everything: bool) -> Iterator[Extent]:
+def extents(unit: FlatUnit, state: str, tensor: Tensor | Halves, *, everything: bool) -> Iterator[Extent]:
     """What this rank keeps of a unit's state, in address order and in parts of at most `RANGE_NUMEL`.
 
     Parameters

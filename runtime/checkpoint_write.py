@@ -3,7 +3,8 @@
 [Note: write path] Three things happen at once: this thread brings ranges to the host (a copy only where they lie on a
 GPU), one sums them, one hands them to the kernel and tells it every `FLUSH_BYTES` to start on the disk already, so that
 the one fsync at the end finds little left to do. Memory beside the states is `AHEAD + 1` ranges when they lie on a GPU,
-and nothing on the CPU.
+and nothing on the CPU; but masters in halves are put together on the way, a range at a time, which takes that range
+on the GPU, or `AHEAD + 1` ranges on the CPU.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from zplan.runtime.checkpoint_format import (
     rank_files,
 )
 from zplan.runtime.checkpoint_header import safetensors_header
+from zplan.runtime.halves import Halves, values_of
 
-Source = tuple[Range, Tensor]
+Source = tuple[Range, Tensor | Halves]
 """A range and its values: 1D, contiguous, on any device."""
 
 AHEAD = 2
@@ -157,7 +159,7 @@ def _write_data(path: Path, header: bytes, sources: Sequence[Source]) -> tuple[S
             stream, staging = Stream(fd), Staging()
             pending_header = writer.submit(stream.write, memoryview(header))
             for range_, tensor in sources:
-                values = staging.host_bytes(tensor)
+                values = staging.host_bytes(values_of(tensor))
                 pending.append((range_, summer.submit(zlib.crc32, values), writer.submit(stream.write, values)))
                 if len(pending) > AHEAD:
                     settle()

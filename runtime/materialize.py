@@ -18,6 +18,7 @@ from zplan.planner.states import FP32
 from zplan.runtime.arena import Arena
 from zplan.runtime.detect import Found
 from zplan.runtime.fresh import Fresh
+from zplan.runtime.halves import Halves, round_whole
 from zplan.runtime.mesh import Mesh
 from zplan.runtime.quantized import check_device
 from zplan.runtime.unit import FlatUnit, Slot
@@ -126,15 +127,22 @@ def _cut(unit: FlatUnit, full: Tensor | None, choice: Choice, arena: Arena) -> N
     if not p.ringed:
         line = "params.frozen.whole" if p.frozen else "params.flat"
         unit.flat = arena.take(f"{line}.{name}", p.layout.padded_numel, dtype, fill=0)
-        if full is not None:
+        if full is not None and p.split:
+            round_whole(full, unit.flat)
+        elif full is not None:
             unit.flat.copy_(full)
         unit.whole = True
     if p.has_shard:
-        unit.shard = arena.take(f"params.frozen.shard.{name}", p.owned_numel, dtype, fill=0)
-        _keep_own(unit, unit.shard, full)
+        line = "params.frozen.shard" if p.frozen else "params.shard"
+        unit.shard = arena.take(f"{line}.{name}", p.owned_numel, dtype, fill=0)
+        if p.frozen:
+            _keep_own(unit, unit.shard, full)
     if p.frozen:
         return
-    if p.has_master or p.ringed:
+    if p.split:
+        unit.low = arena.take(f"optim.master_low.{name}", p.owned_numel, torch.int16, fill=0)
+        _keep_own(unit, unit.weights, full)
+    elif p.has_master or p.ringed:
         # Where there are no fp32 masters, a ringed unit keeps a shard in the compute dtype in their place.
         line = "optim.master" if p.has_master else "params.shard"
         unit.master = arena.take(f"{line}.{name}", p.owned_numel, torch.float32 if p.has_master else dtype, fill=0)
@@ -144,7 +152,7 @@ def _cut(unit: FlatUnit, full: Tensor | None, choice: Choice, arena: Arena) -> N
         unit.states[state.name] = arena.take(f"optim.{state.name}.{name}", p.owned_numel, kept, fill=0.0)
 
 
-def _keep_own(unit: FlatUnit, owned: Tensor, full: Tensor | None) -> None:
+def _keep_own(unit: FlatUnit, owned: Tensor | Halves, full: Tensor | None) -> None:
     """Copy this rank's slices, or everything where it keeps everything."""
     if full is None:
         return
@@ -152,7 +160,8 @@ def _keep_own(unit: FlatUnit, owned: Tensor, full: Tensor | None) -> None:
         owned.copy_(full)
         return
     for piece in unit.layout.pieces:
-        unit.shard_of(owned, piece).copy_(unit.own(full, piece))
+        start, end = piece.shard_offset, piece.shard_offset + piece.numel // unit.layout.world_size
+        owned[start:end].copy_(unit.own(full, piece))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ is updated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.layout import Piece
 from zplan.planner.optimizers import kind_of
-from zplan.planner.placement import shards_states
+from zplan.planner.placement import shards_states, splits_masters
 from zplan.planner.states import NUM_SCALARS, group_runs, norm_bytes, num_slices, scratch_numel, table_bytes
-from zplan.runtime.adamw import KernelAdamW, Row, Rule, TorchFused
+from zplan.runtime.adamw import KernelAdamW, Row, Rule, TorchFused, TorchHalves
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.elementwise import Adagrad, AdamWBf16, Lion
 from zplan.runtime.groups import Wanted
+from zplan.runtime.halves import Halves
 from zplan.runtime.norms import KernelNorms, Scalars, TorchNorms, clip_scalars
 from zplan.runtime.precision import LossScaler
 from zplan.runtime.unit import FlatUnit
@@ -43,9 +44,10 @@ class Stretch:
     """Of the slice."""
     group: int
     key: int
-    master: Tensor
+    master: Tensor | None
     states: tuple[Tensor, ...]
     half: Tensor | None
+    low: Tensor | None
     shape: torch.Size | None
     """Of the parameter, for optimizers that look at whole tensors."""
 
@@ -104,7 +106,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return CHUNKED[name](self.scratch)
         if self.table is not None and compiler.usable(arena.device):
             return KernelAdamW(self.table)
-        return TorchFused(name)
+        if not splits_masters(self.choice):
+            return TorchFused(name)
+        if self.scratch is None:  # kernels were planned and can't be compiled here
+            numel = scratch_numel([u.placement for u in self.units], replace(self.choice, device="cpu"))
+            self.scratch = arena.take("optim.scratch", numel, torch.float32)
+        return TorchHalves(self.scratch)
 
     @property
     def norm(self) -> Tensor:
@@ -214,7 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for x in self.stretches[u]:
                 grad = self._grad(u, x.piece)[x.cut]
                 rows[x.group].append(
-                    Row(x.master, grad if x.shape is None else grad.view(x.shape), x.states, x.key, x.half)
+                    Row(x.master, grad if x.shape is None else grad.view(x.shape), x.states, x.key, x.half, x.low)
                 )
         for found, group in zip(rows, self.param_groups, strict=True):
             if found:
@@ -227,26 +234,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _stretches(self, u: FlatUnit) -> list[Stretch]:
         """What this rank updates of a unit. See [Note: groups] in `planner/states.py`."""
         foreign = self.wanted.foreign
-        weights = u.flat if u.master is None else u.master
-        assert weights is not None, f"unit {u.name} has neither master nor flat buffer"
+        master = u.weights if isinstance(u.weights, Tensor) else None
+        half = u.shard if u.flat is None else None if master is u.flat else u.flat
         out = []
         for piece in self._pieces(u):
             start, end = (0, u.layout.padded_numel) if piece is None else u.layout.own(piece, u.rank)
-            own = {id(t): self._slice(u, t, piece) for t in (weights, u.flat, *u.states.values()) if t is not None}
+            kept = [None if t is None else self._slice(u, t, piece) for t in (master, half, u.low)]
+            states = [self._slice(u, t, piece) for t in u.states.values()]
             runs = self._tensors(u) if foreign is not None and foreign.whole_tensors else group_runs(u.placement)
             for i, (low, high, group) in enumerate(runs):
                 cut = slice(max(low, start) - start, max(min(high, end), start) - start)
                 if cut.start >= cut.stop and foreign is None:
                     continue
                 shape = u.shapes[i] if foreign is not None and foreign.whole_tensors else None
-                master, half = own[id(weights)][cut], None
-                if u.flat is not None and u.flat is not weights:
-                    half = own[id(u.flat)][cut]
+                mine = [None if t is None else t[cut] for t in kept]
                 if shape is not None:
-                    master, half = master.view(shape), None if half is None else half.view(shape)
-                states = tuple(own[id(t)][cut] for t in u.states.values())
+                    mine = [None if t is None else t.view(shape) for t in mine]
                 self.count += 1
-                out.append(Stretch(piece, cut, group, self.count, master, states, half, shape))
+                out.append(
+                    Stretch(piece, cut, group, self.count, mine[0], tuple(t[cut] for t in states), *mine[1:], shape)
+                )
         return out
 
     def _tensors(self, u: FlatUnit) -> list[tuple[int, int, int]]:
@@ -264,7 +271,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """`(start, end)` in a unit's flat buffer of each slice that this rank updates."""
         return [(0, u.layout.padded_numel) if p is None else u.layout.own(p, u.rank) for p in self._pieces(u)]
 
-    def _slice(self, u: FlatUnit, tensor: Tensor, piece: Piece | None) -> Tensor:
+    def _slice(self, u: FlatUnit, tensor: Any, piece: Piece | None) -> Any:
         """A rank's slice of one piece in a tensor of full length or of the shard's."""
         if piece is None:
             return tensor
@@ -289,11 +296,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether a rank keeps slices only."""
         return shards_states(self.choice)
 
-    def weights(self, u: FlatUnit) -> list[Tensor]:
+    def weights(self, u: FlatUnit) -> list[Tensor | Halves]:
         """This rank's slices of a unit's weights, as the step updates them."""
-        kept = u.flat if u.master is None else u.master
-        assert kept is not None, f"unit {u.name} has neither master nor flat buffer"
-        return [self._slice(u, kept, piece) for piece in self._pieces(u)]
+        return [self._slice(u, u.weights, piece) for piece in self._pieces(u)]
 
     def set_lr(self, lr: float) -> None:
         """Set the first group's rate, and the others' in the proportions that they had at the start."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from zplan.runtime.collectives import Collectives
+from zplan.runtime.halves import values_of
 from zplan.runtime.optimizer import ShardedOptimizer
 
 CHUNK_NUMEL = 4 * 2**20
-"""Elements whose signs are held at a time: 16 MiB."""
+"""Elements whose values and signs are held at a time: 16 MiB each."""
 
 
 class Penalty:
@@ -31,10 +32,12 @@ class Penalty:
         total = torch.zeros((), device=self.optimizer.norm.device)
         for u in self.optimizer.units:
             for w in self.optimizer.weights(u):
-                if l1:
-                    total += l1 * torch.linalg.vector_norm(w, 1.0, dtype=torch.float32)
-                if l2:
-                    total += l2 * torch.linalg.vector_norm(w, dtype=torch.float32).square()
+                for at in range(0, w.numel(), CHUNK_NUMEL):
+                    part = values_of(w[at : at + CHUNK_NUMEL])
+                    if l1:
+                        total += l1 * torch.linalg.vector_norm(part, 1.0, dtype=torch.float32)
+                    if l2:
+                        total += l2 * torch.linalg.vector_norm(part, dtype=torch.float32).square()
         if self.optimizer.sharded:
             self.collectives.all_reduce(total, "penalty")
         return total
@@ -48,11 +51,13 @@ class Penalty:
         for u in self.optimizer.units:
             for grad, w in zip(self.optimizer.slices(u, "grad"), self.optimizer.weights(u), strict=True):
                 grad.mul_(mean)
-                if self.l2:
-                    grad.add_(w, alpha=2.0 * self.l2)
-                for at in range(0, w.numel() if self.l1 else 0, CHUNK_NUMEL):
+                for at in range(0, w.numel(), CHUNK_NUMEL):
                     cut = slice(at, at + CHUNK_NUMEL)
-                    grad[cut].add_(w[cut].sign(), alpha=self.l1)
+                    part = values_of(w[cut])
+                    if self.l2:
+                        grad[cut].add_(part, alpha=2.0 * self.l2)
+                    if self.l1:
+                        grad[cut].add_(part.sign(), alpha=self.l1)
                 grad.div_(mean)
         self.optimizer.measure_again()
         self.forget()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import shards_states
 from zplan.runtime.collectives import checksum
+from zplan.runtime.halves import Halves
 from zplan.runtime.hooks import in_backward
 from zplan.runtime.unit import FlatUnit
 
@@ -49,6 +50,8 @@ class Summoned:
         self.asked = (*(("grad",) if grads else ()), *(engine.optimizer.states if optim else ()))
         self.copies: list[Tensor | None] = []
         self.sums: list[int] = []
+        self.before: dict[str, Tensor] = {}
+        """Own bf16 weights as they were, where what is written lies over the upper halves of masters."""
         self.full: list[tuple[FlatUnit, str, Tensor]] = []
         """(unit, state, full fp32 values) of what was asked for beside parameters."""
 
@@ -69,6 +72,8 @@ class Summoned:
             if u.slot is None:
                 engine.gatherer.need(u)
                 self.copies.append(None)
+                if self.write and isinstance(u.weights, Halves):
+                    self.before[u.name] = torch.cat(u.weights.high)
             else:
                 self.copies.append(self._copy_out(u))
             u.open = u.summoned = True
@@ -137,6 +142,7 @@ class Summoned:
             if self.write:
                 self._take_in_states()
         self.copies.clear()
+        self.before.clear()
         self.full.clear()
         if touched and error is None:
             raise ZplanError(
@@ -165,7 +171,9 @@ class Summoned:
         """
         u, engine = self.units[i], self.engine
         values = self._values(i)
-        if u.master is not None:
+        if isinstance(u.weights, Halves):
+            self._take_in_halves(u, u.weights, values)
+        elif u.master is not None:
             pairs = (
                 [(u.shard_of(u.master, p), u.own(values, p)) for p in u.layout.pieces]
                 if shards_states(engine.choice)
@@ -174,8 +182,20 @@ class Summoned:
             for master, written in pairs:
                 same = master.to(written.dtype) == written
                 master.copy_(torch.where(same, master, written.float()))
-        if u.shard is not None:
+        elif u.shard is not None:
             for piece in u.layout.pieces:
                 u.shard_of(u.shard, piece).copy_(u.own(values, piece))
         if u.slot is not None and u.slot.holder is u:
             u.slot.holder = None
+
+    def _take_in_halves(self, u: FlatUnit, kept: Halves, values: Tensor) -> None:
+        at = 0
+        own = [u.own(values, p) for p in u.layout.pieces] if shards_states(self.engine.choice) else [values]
+        for written in own:
+            cut = slice(at, at + written.numel())
+            # A resident unit's weights are what was written to; a ringed one's shard is still as it was.
+            before = self.before[u.name] if u.shard is None else u.shard
+            kept.low[cut].mul_(before[cut] == written)
+            if u.shard is not None:
+                u.shard[cut].copy_(written)
+            at += written.numel()

@@ -18,6 +18,7 @@ from zplan.cuda_ops.copy import GradCopy
 from zplan.planner.layout import Piece
 from zplan.planner.placement import Placement
 from zplan.runtime.arena import Arena
+from zplan.runtime.halves import Halves
 from zplan.runtime.symmetric import Shared
 
 
@@ -44,7 +45,8 @@ class FlatUnit:
         self.slot: Slot | None = None
         self.flat: Tensor | None = None  # 1D, compute dtype, padded_numel; resident units only
         self.master: Tensor | None = None  # 1D, owned_numel; see [Note: masters] in planner/placement.py
-        self.shard: Tensor | None = None  # 1D, compute dtype, owned_numel; ringed frozen units only
+        self.shard: Tensor | None = None  # 1D, compute dtype, owned_numel; ringed units that are frozen or split
+        self.low: Tensor | None = None  # 1D int16, owned_numel: lower halves of split masters
         self.states: dict[str, Tensor] = {}
         """The optimizer's, by name: 1D, owned_numel."""
         self.grad: Tensor | None = None  # 1D fp32, the shard or everything, while it lives
@@ -89,6 +91,23 @@ class FlatUnit:
     def shard_of(self, owned: Tensor, piece: Piece) -> Tensor:
         """The part of a shard-length flat tensor that belongs to one piece."""
         return owned[piece.shard_offset : piece.shard_offset + piece.numel // self.layout.world_size]
+
+    @property
+    def weights(self) -> Tensor | Halves:
+        """What the step updates, 1D: fp32 masters, whole or in halves, or what stands for them.
+
+        Of `owned_numel` elements, or `padded_numel` where a flat buffer is its own master.
+        """
+        if self.low is None:
+            kept = self.flat if self.master is None else self.master
+            assert kept is not None, f"unit {self.name} has neither master nor flat buffer"
+            return kept
+        if self.shard is not None:
+            return Halves([self.shard], self.low)
+        assert self.flat is not None, f"unit {self.name} has neither shard nor flat buffer"
+        if self.low.numel() == self.flat.numel():
+            return Halves([self.flat], self.low)
+        return Halves([self.own(self.flat, piece) for piece in self.layout.pieces], self.low)
 
     def fill_own(self, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Write this rank's slices into a full-length compute-dtype buffer; `(piece, own slice)` pairs to gather.

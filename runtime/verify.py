@@ -134,12 +134,14 @@ def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Te
         yield f"grads.{name}", summed
     if u.master is not None:
         yield f"{'optim.master' if u.placement.has_master else 'params.shard'}.{name}", u.master
+    elif u.low is not None:
+        yield f"optim.master_low.{name}", u.low
     for state, tensor in u.states.items():
         yield f"optim.{state}.{name}", tensor
     if u.flat is not None:
         yield f"params.{'frozen.whole' if u.placement.frozen else 'flat'}.{name}", u.flat
     if u.shard is not None:
-        yield f"params.frozen.shard.{name}", u.shard
+        yield f"params.{'frozen.' if u.placement.frozen else ''}shard.{name}", u.shard
     if u.grad is not None:
         full = u.grad.numel() == u.layout.padded_numel and not sharded_grads
         yield f"grads.{'full' if full else 'shard'}.{name}", u.grad

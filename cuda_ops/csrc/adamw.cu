@@ -1,14 +1,17 @@
 // AdamW with decoupled weight decay over a list of flat fp32 slices, one launch for all of them.
 //
-// Each element is read and written once: 28 bytes, or 30 where a 16-bit copy of the new value is kept. The list is cut
-// into chunks of CHUNK elements of one slice each. BLOCK, CHUNK, UNROLL and STREAM come with the compiler's options.
+// Each element is read and written once: 28 bytes, or 30 where a 16-bit copy of the new value is kept beside the master;
+// a master that is split into its bf16 weight and what that lacks needs no copy. The list is cut into chunks of CHUNK
+// elements of one slice each. BLOCK, CHUNK, UNROLL and STREAM come with the compiler's options.
+
+const int SPLIT = 3;  // `kind` of slices whose masters are split
 
 struct Slice {
-    float* master;
+    void* master;  // float; short where it is split: the bits that the bf16 value lacks
     const float* grad;
     float* exp_avg;
     float* exp_avg_sq;
-    void* half_copy;  // 16-bit, or null
+    void* half_copy;  // 16-bit, or null; the upper halves of split masters
     i64 numel;
     i64 first_chunk;
     float lr_scale;
@@ -44,6 +47,42 @@ __device__ __forceinline__ float advance(float p, float g, float& m, float& v, c
     return p - c.step_size * m / fmaf(sqrtf(v), c.root_correction, c.eps);
 }
 
+// The two halves of an fp32 number. Exactly between two bf16 numbers the larger magnitude is taken, and a NaN stays one.
+__device__ __forceinline__ float merge(unsigned short high, short low) {
+    return __uint_as_float(((unsigned)high << 16) + (unsigned)(int)low);
+}
+
+__device__ __forceinline__ void split(float x, unsigned short& high, short& low) {
+    high = to_bf16(x);
+    int rest = x == x ? (int)(__float_as_uint(x) - ((unsigned)high << 16)) : 0;
+    high += rest == 0x8000;
+    low = (short)rest;
+}
+
+__device__ __forceinline__ float4 load_master(const Slice& s, int kind, i64 i) {
+    if (kind != SPLIT) return pull<float4>((const float*)s.master + i);
+    ushort4 h = pull<ushort4>((const unsigned short*)s.half_copy + i);
+    short4 l = pull<short4>((const short*)s.master + i);
+    return make_float4(merge(h.x, l.x), merge(h.y, l.y), merge(h.z, l.z), merge(h.w, l.w));
+}
+
+__device__ __forceinline__ void store_master(const Slice& s, int kind, i64 i, float4 p) {
+    if (kind != SPLIT) {
+        push((float*)s.master + i, p);
+        if (kind == BF16) Format<BF16>::store4(s.half_copy, i, p);
+        if (kind == FP16) Format<FP16>::store4(s.half_copy, i, p);
+        return;
+    }
+    ushort4 h;
+    short4 l;
+    split(p.x, h.x, l.x);
+    split(p.y, h.y, l.y);
+    split(p.z, h.z, l.z);
+    split(p.w, h.w, l.w);
+    push((unsigned short*)s.half_copy + i, h);
+    push((short*)s.master + i, l);
+}
+
 __device__ __forceinline__ void vectors(const Slice& s, int kind, i64 begin, i64 end, const Coefficients& c) {
 #pragma unroll 1
     for (i64 base = begin + 4 * (i64)threadIdx.x; base < end; base += 4 * BLOCK * UNROLL) {
@@ -53,7 +92,7 @@ __device__ __forceinline__ void vectors(const Slice& s, int kind, i64 begin, i64
             i64 i = base + 4 * BLOCK * u;
             if (i < end) {
                 g[u] = pull<float4>(s.grad + i);
-                p[u] = pull<float4>(s.master + i);
+                p[u] = load_master(s, kind, i);
                 m[u] = pull<float4>(s.exp_avg + i);
                 v[u] = pull<float4>(s.exp_avg_sq + i);
             }
@@ -66,11 +105,9 @@ __device__ __forceinline__ void vectors(const Slice& s, int kind, i64 begin, i64
                 p[u].y = advance(p[u].y, g[u].y, m[u].y, v[u].y, c);
                 p[u].z = advance(p[u].z, g[u].z, m[u].z, v[u].z, c);
                 p[u].w = advance(p[u].w, g[u].w, m[u].w, v[u].w, c);
-                push(s.master + i, p[u]);
+                store_master(s, kind, i, p[u]);
                 push(s.exp_avg + i, m[u]);
                 push(s.exp_avg_sq + i, v[u]);
-                if (kind == BF16) Format<BF16>::store4(s.half_copy, i, p[u]);
-                if (kind == FP16) Format<FP16>::store4(s.half_copy, i, p[u]);
             }
         }
     }
@@ -84,10 +121,17 @@ __device__ __forceinline__ void edges(
     for (i64 k = threadIdx.x; k < (head - begin) + (end - tail); k += BLOCK) {
         i64 i = k < head - begin ? begin + k : tail + k - (head - begin);
         float m = s.exp_avg[i], v = s.exp_avg_sq[i];
-        float p = advance(s.master[i], s.grad[i], m, v, c);
-        s.master[i] = p;
+        unsigned short* high = (unsigned short*)s.half_copy + i;
+        short* low = (short*)s.master + i;
+        float p = kind == SPLIT ? merge(*high, *low) : ((const float*)s.master)[i];
+        p = advance(p, s.grad[i], m, v, c);
         s.exp_avg[i] = m;
         s.exp_avg_sq[i] = v;
+        if (kind == SPLIT) {
+            split(p, *high, *low);
+            continue;
+        }
+        ((float*)s.master)[i] = p;
         if (kind == BF16) Format<BF16>::store(s.half_copy, i, p);
         if (kind == FP16) Format<FP16>::store(s.half_copy, i, p);
     }
@@ -95,9 +139,10 @@ __device__ __forceinline__ void edges(
 
 // Whole vectors where all arrays reach a 16-byte boundary (8 in 16 bits) at the same element, else one by one.
 __device__ __forceinline__ void update(const Slice& s, int kind, i64 begin, i64 end, const Coefficients& c) {
-    i64 head = begin + ((0 - ((u64)(s.master + begin) >> 2)) & 3);
-    bool fits = head < end && aligned(s.master + head, 16) && aligned(s.grad + head, 16) &&
-                aligned(s.exp_avg + head, 16) && aligned(s.exp_avg_sq + head, 16) &&
+    i64 head = begin + ((0 - ((u64)(s.exp_avg + begin) >> 2)) & 3);
+    bool whole = kind == SPLIT ? aligned((const short*)s.master + head, 8) : aligned((const float*)s.master + head, 16);
+    bool fits = head < end && whole && aligned(s.grad + head, 16) && aligned(s.exp_avg + head, 16) &&
+                aligned(s.exp_avg_sq + head, 16) &&
                 (kind == FP32 || aligned((unsigned short*)s.half_copy + head, 8));
     if (!fits) head = end;
     i64 tail = head + ((end - head) & ~(i64)3);
