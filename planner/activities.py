@@ -15,7 +15,7 @@ from zplan.planner.config import Choice
 from zplan.planner.ledger import Ledger, Line, Source, Tier, merge
 from zplan.planner.models import Architecture, ModelSpec
 from zplan.planner.placement import Placement, place
-from zplan.planner.saving import CHECKSUM_NUMEL, RANGE_NUMEL, RANGES_HELD
+from zplan.planner.saving import CHECKSUM_NUMEL, PART_NUMEL, RANGE_NUMEL, RANGES_HELD
 from zplan.planner.states import FP32, by_class
 
 INT64 = 8
@@ -142,6 +142,8 @@ def initialise(
     values = [(p, p.layout.numel * (p.unit.itemsize or FP32), i) for i, p in units]
     full = [(p, p.layout.padded_numel * (p.unit.itemsize or FP32), (i, i)) for i, p in units]
     own = [*_born(placements, choice, kept, len(phases) - 1), *by_class("init.full", full, "buffers")]
+    # Bits of values, and in a resident unit lower halves of what other ranks keep, a part at a time.
+    own += by_class("init.halves", [(p, _taken_apart(p), (i, i)) for i, p in units if p.split], "buffers")
     if fresh:
         own += by_class("init.fresh", [(p, n, (i, i)) for p, n, i in values], "buffers")
     if built:
@@ -248,7 +250,7 @@ def save(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activit
     trained = sum(p.layout.numel for p in placements if not p.frozen)
     frozen = sum(p.buffer_bytes(choice) for p in placements if p.frozen)
     own = [Line("save.random", RANDOM_STATE_BYTES, ((0, 0),), "buffers", "host", "derived")]
-    phases = ("save.frozen", "save.write") if frozen else ("save.write",)
+    phases = ("save.state", "save.frozen", "save.write") if frozen else ("save.state", "save.write")
     last = len(phases) - 1
     if choice.device != "cpu" and choice.saving == "foreground":
         nbytes = min(RANGE_NUMEL, max((p.layout.shard_numel for p in placements), default=0)) * FP32
@@ -256,7 +258,7 @@ def save(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activit
     if frozen:
         # `runtime/checkpoint_frozen.py: bit_sum`: indices, values and their product in 64 bits.
         nbytes = min(2**24, max(p.buffer_bytes(choice) for p in placements if p.frozen)) * INT64
-        own.append(Line("save.bit_sum", nbytes, ((0, 0),) * 3, "buffers"))
+        own.append(Line("save.bit_sum", nbytes, ((1, 1),) * 3, "buffers"))
         if choice.saving == "background":
             share = -(-frozen // choice.world_size)
             own.append(Line("save.frozen", share, ((last, last),), "buffers", "host"))
@@ -266,16 +268,48 @@ def save(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activit
 
 
 def _masters_on_the_way(placements: Sequence[Placement], choice: Choice, at: int) -> list[Line]:
-    """Masters in halves are put together a range at a time; on the CPU those ranges are what is written."""
-    most = max((p.layout.shard_numel for p in placements if p.split), default=0)
-    count = RANGES_HELD if choice.device == "cpu" and choice.saving == "foreground" else 1
-    note = "a range of fp32 masters, put together of their halves"
-    return [Line("save.masters", min(RANGE_NUMEL, most) * FP32, ((at, at),) * count, "buffers", note=note)]
+    """Masters in halves are put together on their way: by ranges, on the CPU into the buffers that are written from.
+
+    A save in the background copies them by stretches that end with a piece, not with a parameter.
+    """
+    stretch, range_ = _longest(placements)
+    behind = choice.saving == "background"
+    count = RANGES_HELD if choice.device == "cpu" and not behind else 1
+    nbytes = min(RANGE_NUMEL, stretch if behind else range_) * FP32
+    note = "fp32 masters, put together of their halves"
+    return [Line("save.masters", nbytes, ((at, at),) * count, "buffers", note=note)] if nbytes else []
+
+
+def _longest(placements: Sequence[Placement]) -> tuple[int, int]:
+    """Most elements of a stretch of split masters that a rank writes, and of its part of one parameter."""
+    split = one_of_each([p for p in placements if p.split])
+    stretches = [_own(p) for p in split]
+    ranges = [min(n, max(e.numel for e in p.layout.entries)) for n, p in zip(stretches, split, strict=True)]
+    return max(stretches, default=0), max(ranges, default=0)
+
+
+def _own(p: Placement) -> int:
+    """Elements of a rank's slice of the largest piece."""
+    return max(piece.numel for piece in p.layout.pieces) // p.layout.world_size
+
+
+def _taken_apart(p: Placement) -> int:
+    """Work space while a split unit's values are cut: bits, and in a resident unit lower halves that others keep."""
+    if p.ringed:
+        return FP32 * min(PART_NUMEL, _own(p))
+    return (FP32 + BF16) * min(PART_NUMEL, p.layout.padded_numel)
+
+
+def _halves(placements: Sequence[Placement], phase: tuple[int, int], *, copies: int = 1) -> list[Line]:
+    """Work space for taking fp32 values apart (`runtime/halves.py`)."""
+    nbytes = min(PART_NUMEL, _longest(placements)[1]) * FP32 * copies
+    note = "bits of masters that are taken apart"
+    return [Line("load.halves", nbytes, (phase,), "buffers", note=note)] if nbytes else []
 
 
 def load(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activity:
     """Ranges of a checkpoint straight into the final buffers, or resuming (`runtime/checkpoint_load.py`)."""
-    own = [_range(placements)]
+    own = [_range(placements), *_halves(placements, (0, 0), copies=1 if choice.device == "cpu" else 2)]
     return _activity("load, resume", ("load.fill",), kept, own, "after initialise")
 
 

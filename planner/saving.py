@@ -17,6 +17,9 @@ RANGE_NUMEL = 4 * 2**20
 RANGES_HELD = 3
 """Ranges of one rank in host memory at once: one that is summed, and those on their way to the disk."""
 
+PART_NUMEL = 2**18
+"""Most fp32 elements that are taken apart into halves at once (`runtime/halves.py`)."""
+
 CHECKSUM_NUMEL = 2**22
 """Elements that are summed at once to compare replicas; each takes 8 bytes for a moment."""
 

@@ -156,10 +156,11 @@ def _write_data(path: Path, header: bytes, sources: Sequence[Source]) -> tuple[S
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with ThreadPoolExecutor(1) as summer, ThreadPoolExecutor(1) as writer:
-            stream, staging = Stream(fd), Staging()
+            stream = Stream(fd)
+            staging = Staging(max((r.nbytes for r, kept in sources if not in_place(kept)), default=0))
             pending_header = writer.submit(stream.write, memoryview(header))
             for range_, tensor in sources:
-                values = staging.host_bytes(values_of(tensor))
+                values = staging.host_bytes(tensor)
                 pending.append((range_, summer.submit(zlib.crc32, values), writer.submit(stream.write, values)))
                 if len(pending) > AHEAD:
                     settle()
@@ -173,30 +174,35 @@ def _write_data(path: Path, header: bytes, sources: Sequence[Source]) -> tuple[S
 
 
 class Staging:
-    """Host memory that ranges on a GPU pass through: `AHEAD + 1` buffers in turn, made at their first use."""
+    """Host memory that ranges pass through which can't be written from where they are: `AHEAD + 1` buffers in turn.
 
-    def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
+    Parameters
+    ----------
+    nbytes
+        Of the largest such range.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(AHEAD + 1 if nbytes else 0)]
         self.turn = 0
 
-    def host_bytes(self, tensor: Tensor) -> memoryview:
-        """A 1D tensor's bytes on the host, valid for the next `AHEAD` calls; no copy where they lie there."""
-        if on_host(tensor):
-            return host_bytes(tensor)
-        if len(self.buffers) <= AHEAD:
-            self.buffers.append(torch.empty(0, dtype=torch.uint8))
-        raw = tensor.detach().view(torch.uint8)
-        if self.buffers[self.turn].numel() < raw.numel():
-            self.buffers[self.turn] = torch.empty(raw.numel(), dtype=torch.uint8)
-        copy = self.buffers[self.turn][: raw.numel()]
+    def host_bytes(self, kept: Tensor | Halves) -> memoryview:
+        """A 1D range's bytes on the host, valid for the next `AHEAD` calls; no copy where they lie there."""
+        if isinstance(kept, Tensor) and in_place(kept):
+            return host_bytes(kept)
+        buffer, self.turn = self.buffers[self.turn], (self.turn + 1) % (AHEAD + 1)
+        if isinstance(kept, Halves) and kept.low.device.type == "cpu":
+            kept.whole(out=buffer.view(torch.float32)[: kept.numel()])
+            return memoryview(buffer[: kept.nbytes].numpy())
+        raw = values_of(kept).detach().view(torch.uint8)
+        copy = buffer[: raw.numel()]
         copy.copy_(raw)
-        self.turn = (self.turn + 1) % (AHEAD + 1)
         return memoryview(copy.numpy())
 
 
-def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor's bytes can be written from where they are."""
-    return tensor.device.type == "cpu"
+def in_place(kept: Tensor | Halves) -> bool:
+    """Whether a range's bytes can be written from where they are."""
+    return isinstance(kept, Tensor) and kept.device.type == "cpu"
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

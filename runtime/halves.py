@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from zplan.cuda_ops.halves import merge, split
-
-PART_NUMEL = 4 * 2**20
-"""Elements that are taken apart at once; `planner/activities.py` counts them."""
+from zplan.planner.saving import PART_NUMEL
 
 
 class Halves:
@@ -49,9 +47,10 @@ class Halves:
             at += h.numel()
         return Halves(parts, self.low[start:stop])
 
-    def whole(self) -> Tensor:
-        """The fp32 values, in new memory."""
-        out = torch.empty(self.numel(), dtype=torch.float32, device=self.low.device)
+    def whole(self, out: Tensor | None = None) -> Tensor:
+        """The fp32 values, in new memory or in `out`."""
+        if out is None:
+            out = torch.empty(self.numel(), dtype=torch.float32, device=self.low.device)
         for h, low, part in self._rows(out):
             merge(h, low, part)
         return out

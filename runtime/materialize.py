@@ -127,35 +127,38 @@ def _cut(unit: FlatUnit, full: Tensor | None, choice: Choice, arena: Arena) -> N
     if not p.ringed:
         line = "params.frozen.whole" if p.frozen else "params.flat"
         unit.flat = arena.take(f"{line}.{name}", p.layout.padded_numel, dtype, fill=0)
-        if full is not None and p.split:
-            round_whole(full, unit.flat)
-        elif full is not None:
-            unit.flat.copy_(full)
         unit.whole = True
     if p.has_shard:
         line = "params.frozen.shard" if p.frozen else "params.shard"
         unit.shard = arena.take(f"{line}.{name}", p.owned_numel, dtype, fill=0)
-        if p.frozen:
-            _keep_own(unit, unit.shard, full)
-    if p.frozen:
-        return
     if p.split:
         unit.low = arena.take(f"optim.master_low.{name}", p.owned_numel, torch.int16, fill=0)
-        _keep_own(unit, unit.weights, full)
-    elif p.has_master or p.ringed:
+    elif not p.frozen and (p.has_master or p.ringed):
         # Where there are no fp32 masters, a ringed unit keeps a shard in the compute dtype in their place.
         line = "optim.master" if p.has_master else "params.shard"
         unit.master = arena.take(f"{line}.{name}", p.owned_numel, torch.float32 if p.has_master else dtype, fill=0)
-        _keep_own(unit, unit.master, full)
-    for state in kind_of(choice.optimizer).states:
+    for state in kind_of(choice.optimizer).states if not p.frozen else ():
         kept = torch.float32 if state.itemsize == FP32 else torch.bfloat16
         unit.states[state.name] = arena.take(f"optim.{state.name}.{name}", p.owned_numel, kept, fill=0.0)
+    if full is not None:
+        _fill(unit, full)
 
 
-def _keep_own(unit: FlatUnit, owned: Tensor | Halves, full: Tensor | None) -> None:
+def _fill(unit: FlatUnit, full: Tensor) -> None:
+    """Write the values into what this rank keeps of them."""
+    if unit.flat is not None and unit.low is not None:
+        round_whole(full, unit.flat)
+    elif unit.flat is not None:
+        unit.flat.copy_(full)
+    if unit.placement.frozen:
+        if unit.shard is not None:
+            _keep_own(unit, unit.shard, full)
+    elif unit.low is not None or unit.master is not None:
+        _keep_own(unit, unit.weights, full)
+
+
+def _keep_own(unit: FlatUnit, owned: Tensor | Halves, full: Tensor) -> None:
     """Copy this rank's slices, or everything where it keeps everything."""
-    if full is None:
-        return
     if owned.numel() == full.numel():
         owned.copy_(full)
         return

@@ -127,11 +127,7 @@ def _step_tensors(optimizer: ShardedOptimizer) -> Iterator[tuple[str, Tensor]]:
 def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Tensor]]:
     """(line id, tensor) of what one unit holds, its ring slot left out."""
     name = u.placement.size_class
-    for p in u.params:
-        if p.grad is not None and not isinstance(p.grad, ReducedGradient):
-            yield f"grads.{name}", p.grad
-    for summed in u.summed_grads.values():
-        yield f"grads.{name}", summed
+    yield from _gradients(u, name, sharded=sharded_grads)
     if u.master is not None:
         yield f"{'optim.master' if u.placement.has_master else 'params.shard'}.{name}", u.master
     elif u.low is not None:
@@ -142,11 +138,19 @@ def _unit_tensors(u: FlatUnit, *, sharded_grads: bool) -> Iterator[tuple[str, Te
         yield f"params.{'frozen.whole' if u.placement.frozen else 'flat'}.{name}", u.flat
     if u.shard is not None:
         yield f"params.{'frozen.' if u.placement.frozen else ''}shard.{name}", u.shard
-    if u.grad is not None:
-        full = u.grad.numel() == u.layout.padded_numel and not sharded_grads
-        yield f"grads.{'full' if full else 'shard'}.{name}", u.grad
     for nan in u.placeholders:
         yield "params.placeholder", nan
+
+
+def _gradients(u: FlatUnit, name: str, *, sharded: bool) -> Iterator[tuple[str, Tensor]]:
+    for p in u.params:
+        if p.grad is not None and not isinstance(p.grad, ReducedGradient):
+            yield f"grads.{name}", p.grad
+    for summed in u.summed_grads.values():
+        yield f"grads.{name}", summed
+    if u.grad is not None:
+        full = u.grad.numel() == u.layout.padded_numel and not sharded
+        yield f"grads.{'full' if full else 'shard'}.{name}", u.grad
 
 
 class Meter:
