@@ -14,6 +14,9 @@ from torch import Tensor
 TIE = 1 << 15
 """Difference of a value that lies exactly between two bf16 numbers."""
 
+QUIET_NAN = 0x7FC0
+"""Its bits in bf16."""
+
 
 def merge(high: Tensor, low: Tensor, out: Tensor) -> Tensor:
     """Write the fp32 values of two halves.
@@ -48,3 +51,7 @@ def split(values: Tensor, high: Tensor, low: Tensor, work: Tensor) -> None:
     torch.sub(values.view(torch.int32), work, out=work)
     low.copy_(work)  # of a tie it keeps -TIE
     upper.add_(work.eq_(TIE))
+    # A NaN's bits may have become any others by that.
+    torch.eq(values, values, out=work)
+    upper.mul_(work)
+    upper.add_(work.sub_(1).mul_(-QUIET_NAN))

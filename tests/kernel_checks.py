@@ -10,6 +10,7 @@ import torch
 from zplan.cuda_ops import reference
 from zplan.cuda_ops.adamw import FusedAdamW, Slice, table_words
 from zplan.cuda_ops.copy import GradCopy
+from zplan.cuda_ops.halves import merge, split
 from zplan.cuda_ops.norm import GradNorm, norm_words
 from zplan.cuda_ops.sums import sum_slices
 
@@ -47,9 +48,21 @@ def share(found, expected, bound):
 
 
 def adamw(
-    device, *, offsets=(0, 0, 0, 0, 0), half=torch.bfloat16, step=1, scale=3.7, skip=0.0, numbers=None, poison=None
+    device,
+    *,
+    offsets=(0,) * 5,
+    half=torch.bfloat16,
+    step=1,
+    scale=3.7,
+    skip=0.0,
+    numbers=None,
+    poison=None,
+    apart=False,
 ):
-    """One update of slices of all lengths; `offsets` of master, gradient, the two moments and the 16-bit copy."""
+    """One update of slices of all lengths; `offsets` of master, gradient, the two moments and the 16-bit copy.
+
+    With `apart` masters are in two halves, which take the places of master and copy.
+    """
     numbers = numbers or ADAMW
     parts, slices = [], []
     for i, n in enumerate(LENGTHS):
@@ -57,13 +70,19 @@ def adamw(
         values[1] *= scale
         if poison is not None and n > 2:
             values[1][n // 2] = poison
+        first = [v.clone() for v in values]
+        if apart:
+            values[0], high = halves(values[0])[::-1]
         part = [Guarded(v, o) for v, o in zip(values, offsets, strict=False)]
-        if half is not None and i != 3:
+        if apart:
+            part.append(Guarded(high, offsets[4]))
+        elif half is not None and i != 3:
             part.append(Guarded(torch.full((n,), math.nan, dtype=half, device=device), offsets[4]))
         master, _, m, v, *copy = (g.view for g in part)
         lr_scale, decay_scale = (0.5, 0.0) if i == 4 else (1.0, 1.0)
-        slices.append(Slice(master, m, v, copy[0] if copy else None, lr_scale, decay_scale))
-        parts.append((part, [v.clone() for v in values]))
+        whole, low = (None, master) if apart else (master, None)
+        slices.append(Slice(whole, m, v, copy[0] if copy else None, lr_scale, decay_scale, low))
+        parts.append((part, first))
     table = torch.zeros(table_words(len(slices)), dtype=torch.int64, device=device)
     applied, scale_t, skip_t = scalars(device, step, scale, skip)
     optimizer = FusedAdamW(slices, table)
@@ -78,6 +97,12 @@ def _adamw_share(s, part, old, step, scale, skip, numbers):
     for g in part:
         g.check()
     master, _, m, v, *copy = (g.view for g in part)
+    if master.dtype == torch.int16:
+        low, master = master, merge(copy[0], master, torch.empty_like(m))
+        known = ~master.isnan()
+        for found, want in zip((copy[0], low), halves(master), strict=True):
+            assert torch.equal(found[known], want[known]), "halves"
+        copy = []
     if skip:
         assert all(torch.equal(a, b) for a, b in zip((master, m, v), (old[0], old[2], old[3]), strict=True)), (
             "skipped step"
@@ -100,6 +125,12 @@ def _adamw_share(s, part, old, step, scale, skip, numbers):
         share(v, want_v, 2.5 * EPS * (want_v.abs() + 1e-38)),
         share(master, want_p, EPS * (old[0].double().abs() + 6 * update)),
     )
+
+
+def halves(values):
+    high, low = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+    split(values, high, low, torch.empty_like(values, dtype=torch.int32))
+    return high, low
 
 
 def norm(device, *, offset=0, dtype_range=1.0):
@@ -222,6 +253,12 @@ CASES = {
     "adamw beta 0": lambda d: adamw(d, numbers={**ADAMW, "betas": (0.0, 0.0)}),
     "adamw NaN": lambda d: adamw(d, poison=math.nan),
     "adamw inf": lambda d: adamw(d, poison=math.inf),
+    "adamw split": lambda d: adamw(d, apart=True),
+    "adamw split, unequal offsets": lambda d: adamw(d, apart=True, offsets=(1, 2, 3, 0, 1)),
+    "adamw split, odd copy": lambda d: adamw(d, apart=True, offsets=(0, 0, 0, 0, 1), step=1000),
+    "adamw split, NaN": lambda d: adamw(d, apart=True, poison=math.nan),
+    "adamw split, inf": lambda d: adamw(d, apart=True, poison=math.inf),
+    "adamw split, skipped": lambda d: adamw(d, apart=True, poison=math.nan, skip=1.0),
     "adamw skipped": lambda d: adamw(d, poison=math.nan, skip=1.0),
     "norm": lambda d: norm(d),
     "norm unaligned": lambda d: norm(d, offset=3),

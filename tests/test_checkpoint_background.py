@@ -83,7 +83,7 @@ def test_ranges_that_pass_through_host_memory_arrive(tmp_path, monkeypatch):
     values = [torch.rand(n) for n in sizes]
     files = []
     for direct in (True, False):
-        monkeypatch.setattr(checkpoint_write, "on_host", lambda tensor, direct=direct: direct)
+        monkeypatch.setattr(checkpoint_write, "in_place", lambda tensor, direct=direct: direct)
         ranges = [Range("weight", f"p{i}", 0, n) for i, n in enumerate(sizes)]
         file = checkpoint_write.write_data(tmp_path / f"{direct}", list(zip(ranges, values, strict=True)))
         files.append(((tmp_path / f"{direct}").read_bytes(), file.ranges))

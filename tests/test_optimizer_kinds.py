@@ -96,7 +96,8 @@ def states(name: str, **changes) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "rates"),
     [
-        ("adamw", {"optim.master": 4, "optim.exp_avg": 4, "optim.exp_avg_sq": 4}),
+        ("adamw", {"optim.master_low": 2, "optim.exp_avg": 4, "optim.exp_avg_sq": 4}),
+        ("adam", {"optim.master": 4, "optim.exp_avg": 4, "optim.exp_avg_sq": 4}),
         ("lion", {"optim.master": 4, "optim.exp_avg": 4}),
         ("lamb", {"optim.master": 4, "optim.exp_avg": 4, "optim.exp_avg_sq": 4}),
         ("adagrad", {"optim.master": 4, "optim.sum": 4}),
@@ -110,7 +111,8 @@ def test_bytes_a_parameter(name, rates):
     small = ("optim.scalars", "optim.norms", "optim.table", "optim.workspace", "optim.scratch")
     kept = {k: v for k, v in found.items() if k.startswith("optim.") and k not in small}
     assert kept == {k: v * found["P"] for k, v in rates.items()}
-    nominal = KINDS[name].nominal + (4 if KINDS[name].master else 0)
+    master = 2 if name == "adamw" else 4  # its other half is the bf16 weight
+    nominal = KINDS[name].nominal + (master if KINDS[name].master else 0)
     assert sum(rates.values()) == nominal
     assert runtime_rate(Choice(0, 1, optimizer=name)).whole == 2 + nominal + 4
 
@@ -118,7 +120,9 @@ def test_bytes_a_parameter(name, rates):
 def test_pure_bf16_keeps_shards_where_there_is_a_ring():
     found = states("adamw-bf16", stage=3, world_size=4, ring_slots=2)
     assert found["params.shard"] and "optim.master" not in found
-    assert "params.shard" not in states("adamw", stage=3, world_size=4)
+    assert "params.shard" not in states("adam", stage=3, world_size=4)
+    split = states("adamw", stage=3, world_size=4, ring_slots=2)
+    assert split["params.shard"] == found["params.shard"] and "optim.master" not in split
 
 
 @pytest.mark.parametrize("name", KINDS)

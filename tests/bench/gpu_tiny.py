@@ -13,7 +13,16 @@ import torch
 from kernel_timing import DEVICE, say
 
 CASES = (
-    *("adamw bf16 copy", "adamw unequal offsets", "norm unaligned", "non-finite NaN", "copy unaligned", "rescale"),
+    *(
+        "adamw bf16 copy",
+        "adamw unequal offsets",
+        "adamw split",
+        "adamw split, unequal offsets",
+        "norm unaligned",
+        "non-finite NaN",
+        "copy unaligned",
+        "rescale",
+    ),
     *("cross-entropy bf16", "cross-entropy fp32, smoothing", "cross-entropy fp16, loss alone", "bad label"),
     *("rms norm bf16", "rms norm fp16, unaligned", "rms norm, no row", "swiglu bf16", "swiglu fp32, unaligned"),
     *("rotary fp16", "rotary bf16, unaligned"),

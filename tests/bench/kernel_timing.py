@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -49,10 +50,15 @@ class Adam:
         self.scalars = dict(zip(("applied", "scale", "skip"), values, strict=True))
         self.norm, self.norms = torch.zeros((), device=DEVICE), torch.zeros(len(self.grads), device=DEVICE)
 
-    def ours(self, *, half: bool, max_blocks: int = 0, **defines: int) -> float:
-        """Milliseconds of an update, the numbers of `defines` aside as tuned."""
+    def ours(self, *, half: bool, split: bool = False, max_blocks: int = 0, **defines: int) -> float:
+        """Milliseconds of an update, the numbers of `defines` aside as tuned; `split`: masters in two halves."""
         rows = zip(self.master, self.m, self.v, self.halves, strict=True)
         slices = [Slice(p, m, v, h if half else None) for p, m, v, h in rows]
+        if split:
+            slices = [
+                replace(s, master=None, half_copy=h, low=torch.zeros_like(h, dtype=torch.int16))
+                for s, h in zip(slices, self.halves, strict=True)
+            ]
         table = torch.empty(table_words(len(slices)), dtype=torch.int64, device=DEVICE)
         optimizer = FusedAdamW(slices, table, defines=defines, max_blocks=max_blocks)
         return millis(lambda: optimizer.step(self.grads, **self.scalars, **NUMBERS))
