@@ -15,7 +15,7 @@ from zplan.planner.config import Choice
 from zplan.planner.ledger import Ledger, Line, Source, Tier, merge
 from zplan.planner.models import Architecture, ModelSpec
 from zplan.planner.placement import Placement, place
-from zplan.planner.saving import CHECKSUM_NUMEL, RANGE_NUMEL, RANGES_HELD
+from zplan.planner.saving import ALIGN_BYTES, BLOCK_BYTES, BLOCKS, CHECKSUM_NUMEL, RANGE_NUMEL
 from zplan.planner.states import FP32, by_class
 
 INT64 = 8
@@ -244,19 +244,21 @@ def generate(arch: Architecture, choice: Choice, kept: Kept, peaks: Mapping[str,
 
 
 def save(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activity:
-    """A checkpoint, a range at a time (`runtime/checkpoint_write.py`). In the background it is the pinned copy's."""
+    """A checkpoint, through a few blocks (`runtime/checkpoint_write.py`). In the background it is the pinned copy's."""
     trained = sum(p.layout.numel for p in placements if not p.frozen)
     frozen = sum(p.buffer_bytes(choice) for p in placements if p.frozen)
     own = [Line("save.random", RANDOM_STATE_BYTES, ((0, 0),), "buffers", "host", "derived")]
-    phases = ("save.frozen", "save.write") if frozen else ("save.write",)
+    phases = ("save.begin", *(("save.frozen",) if frozen else ()), "save.write")
     last = len(phases) - 1
+    blocks, span = BLOCKS * BLOCK_BYTES, ((last, last),)
     if choice.device != "cpu" and choice.saving == "foreground":
-        nbytes = min(RANGE_NUMEL, max((p.layout.shard_numel for p in placements), default=0)) * FP32
-        own.append(Line("save.range", nbytes, ((last, last),) * RANGES_HELD, "buffers", "host"))
+        own.append(Line("save.blocks", blocks, span, "buffers", "pinned"))
+    else:
+        own.append(Line("save.blocks", blocks + ALIGN_BYTES, span, "buffers", "host"))
     if frozen:
         # `runtime/checkpoint_frozen.py: bit_sum`: indices, values and their product in 64 bits.
         nbytes = min(2**24, max(p.buffer_bytes(choice) for p in placements if p.frozen)) * INT64
-        own.append(Line("save.bit_sum", nbytes, ((0, 0),) * 3, "buffers"))
+        own.append(Line("save.bit_sum", nbytes, ((1, 1),) * 3, "buffers"))
         if choice.saving == "background":
             share = -(-frozen // choice.world_size)
             own.append(Line("save.frozen", share, ((last, last),), "buffers", "host"))
