@@ -15,7 +15,7 @@ from zplan.planner.config import Choice
 from zplan.planner.ledger import Ledger, Line, Source, Tier, merge
 from zplan.planner.models import Architecture, ModelSpec
 from zplan.planner.placement import Placement, place
-from zplan.planner.saving import CHECKSUM_NUMEL, PART_NUMEL, RANGE_NUMEL, RANGES_HELD
+from zplan.planner.saving import ALIGN_BYTES, BLOCK_BYTES, BLOCKS, CHECKSUM_NUMEL, PART_NUMEL, RANGE_NUMEL
 from zplan.planner.states import FP32, by_class
 
 INT64 = 8
@@ -246,15 +246,17 @@ def generate(arch: Architecture, choice: Choice, kept: Kept, peaks: Mapping[str,
 
 
 def save(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activity:
-    """A checkpoint, a range at a time (`runtime/checkpoint_write.py`). In the background it is the pinned copy's."""
+    """A checkpoint, through a few blocks (`runtime/checkpoint_write.py`). In the background it is the pinned copy's."""
     trained = sum(p.layout.numel for p in placements if not p.frozen)
     frozen = sum(p.buffer_bytes(choice) for p in placements if p.frozen)
     own = [Line("save.random", RANDOM_STATE_BYTES, ((0, 0),), "buffers", "host", "derived")]
-    phases = ("save.state", "save.frozen", "save.write") if frozen else ("save.state", "save.write")
+    phases = ("save.begin", *(("save.frozen",) if frozen else ()), "save.write")
     last = len(phases) - 1
+    blocks, span = BLOCKS * BLOCK_BYTES, ((last, last),)
     if choice.device != "cpu" and choice.saving == "foreground":
-        nbytes = min(RANGE_NUMEL, max((p.layout.shard_numel for p in placements), default=0)) * FP32
-        own.append(Line("save.range", nbytes, ((last, last),) * RANGES_HELD, "buffers", "host"))
+        own.append(Line("save.blocks", blocks, span, "buffers", "pinned"))
+    else:
+        own.append(Line("save.blocks", blocks + ALIGN_BYTES, span, "buffers", "host"))
     if frozen:
         # `runtime/checkpoint_frozen.py: bit_sum`: indices, values and their product in 64 bits.
         nbytes = min(2**24, max(p.buffer_bytes(choice) for p in placements if p.frozen)) * INT64
@@ -267,17 +269,17 @@ def save(placements: Sequence[Placement], choice: Choice, kept: Kept) -> Activit
     return _activity("save", phases, kept, own, f"{choice.saving}; {disk / 1e9:.1f} GB on the disk, all ranks")
 
 
-def _masters_on_the_way(placements: Sequence[Placement], choice: Choice, at: int) -> list[Line]:
-    """Masters in halves are put together on their way: by ranges, on the CPU into the buffers that are written from.
+def _masters_on_the_way(placements: Sequence[Placement], choice: Choice, last: int) -> list[Line]:
+    """Masters in halves are put together on their way: range by range as a file is written.
 
-    A save in the background copies them by stretches that end with a piece, not with a parameter.
+    A save in the background copies them first, by stretches that end with a piece, not with a parameter.
     """
     stretch, range_ = _longest(placements)
     behind = choice.saving == "background"
-    count = RANGES_HELD if choice.device == "cpu" and not behind else 1
     nbytes = min(RANGE_NUMEL, stretch if behind else range_) * FP32
+    at = 0 if behind else last
     note = "fp32 masters, put together of their halves"
-    return [Line("save.masters", nbytes, ((at, at),) * count, "buffers", note=note)] if nbytes else []
+    return [Line("save.masters", nbytes, ((at, at),), "buffers", note=note)] if nbytes else []
 
 
 def _longest(placements: Sequence[Placement]) -> tuple[int, int]:

@@ -99,7 +99,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "tried": (rf"[Tt]ried to allocate {_SIZE}",),
     "total": (rf"total capac(?:i)?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"max allowed: {_SIZE}"),
     "free": (rf"of which {_SIZE} is free", rf"{_SIZE} free"),
-    "in_use": (rf"this process has {_SIZE} memory in use", rf"Process \d+ has {_SIZE} memory in use"),
+    "in_use": (rf"this process has {_SIZE} memory in use",),
     "allocated": (
         rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
         rf"{_SIZE} already allocated",
@@ -110,9 +110,13 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
 }
 _MESSAGE = re.compile(
-    r"(CUDA|HIP|XPU|MPS backend)(?: error:)? out of memory|DefaultCPUAllocator: (?:can't|not enough|not allocate)",
+    r"(CUDA|HIP|XPU|MPS backend)(?: error:)? out of memory|DefaultCPUAllocator: (?:can't|not enough|not allocate)"
+    r"|NVML_SUCCESS == r INTERNAL ASSERT FAILED at \S*CUDACachingAllocator",
     re.IGNORECASE,
 )
+"""The last is torch out of memory where it may not ask the driver what is in use, as in a container with a MIG slice:
+the assertion stands where the message is made.
+"""
 
 
 def read_messages(text: str) -> tuple[OutOfMemory, ...]:
@@ -154,11 +158,27 @@ def _message(text: str, head: str) -> OutOfMemory:
     if reserved is not None and "allocated" in sizes:
         rest = max(0, reserved.nbytes - sizes["allocated"].nbytes)
         sizes["unallocated"] = Size(rest, reserved.within + sizes["allocated"].within)
+    in_use = _in_use(text, sizes.pop("in_use", None))
+    if in_use is not None:
+        sizes["in_use"] = in_use
     gpu = re.search(r"GPU (\d+)", text)
-    device = head.split()[0].upper() if "DefaultCPU" not in head else "CPU"
+    device = head.split()[0].upper()
+    device = {"DEFAULTCPUALLOCATOR:": "CPU", "NVML_SUCCESS": "CUDA"}.get(device, device)
     found = OutOfMemory(device, gpu=int(gpu.group(1)) if gpu else None)
     # The names of `_FIELDS` are those of the sizes, which mypy can't see.
     return replace(found, **sizes)  # type: ignore[arg-type]
+
+
+def _in_use(text: str, own: Size | None) -> Size | None:
+    """What the process holds, of all that are listed.
+
+    A container may hide which of them it is, or what it holds: torch then prints 0, or gives it the host's number. A
+    single process is this one; of several nobody can tell.
+    """
+    if own is not None:
+        return own if own.nbytes else None
+    found = re.findall(rf"Process \d+ has {_SIZE} memory in use", text)
+    return _size(*found[0]) if len(found) == 1 else None
 
 
 def _size(number: str, unit: str) -> Size:

@@ -14,8 +14,11 @@ from zplan.planner.timeline import Timeline
 RANGE_NUMEL = 4 * 2**20
 """Most elements of one range of a checkpoint."""
 
-RANGES_HELD = 3
-"""Ranges of one rank in host memory at once: one that is summed, and those on their way to the disk."""
+BLOCKS, BLOCK_BYTES = 4, 16 * 2**20
+"""Host memory of one rank that a save passes through: blocks that are filled, summed, or on their way to the disk."""
+
+ALIGN_BYTES = 4096
+"""What a block begins with a multiple of in memory; pageable memory needs as much room to begin later."""
 
 PART_NUMEL = 2**18
 """Most fp32 elements that are taken apart into halves at once (`runtime/halves.py`)."""

@@ -1,16 +1,16 @@
 """One rank's part of a save: its ranges into a safetensors file and an index, both on the disk when done.
 
-[Note: write path] Three things happen at once: this thread brings ranges to the host (a copy only where they lie on a
-GPU), one sums them, one hands them to the kernel and tells it every `FLUSH_BYTES` to start on the disk already, so that
-the one fsync at the end finds little left to do. Memory beside the states is `AHEAD + 1` ranges when they lie on a GPU,
-and nothing on the CPU; but masters in halves are put together on the way, a range at a time, which takes that range
-on the GPU, or `AHEAD + 1` ranges on the CPU.
+[Note: write path] A file is written in blocks, past the page cache (O_DIRECT): filling the cache costs the processor as
+much as everything else together, and writing it back competes with whatever trains. Three things happen at once: this
+thread copies ranges to blocks, from a GPU or from host memory; one sums what was copied; one writes what is full. That
+takes `BLOCKS` blocks of host memory, whatever is saved, and one range where masters in halves are put together. What a file system does not take past its cache (the last bytes
+of a file; all of it on some) goes through the cache: the same bytes, only slower.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import sys
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from zplan.planner.errors import ZplanError
+from zplan.planner.saving import ALIGN_BYTES, BLOCK_BYTES, BLOCKS
 from zplan.runtime.checkpoint_folder import PROBE, sync_folder, unwritable, write_synced
 from zplan.runtime.checkpoint_format import (
     DataFile,
@@ -40,11 +41,8 @@ from zplan.runtime.halves import Halves, values_of
 Source = tuple[Range, Tensor | Halves]
 """A range and its values: 1D, contiguous, on any device."""
 
-AHEAD = 2
-"""Ranges on their way to the disk while the next one is brought to the host."""
-
-FLUSH_BYTES = 32 * 2**20
-"""How much is left to the page cache before the kernel is asked to write it."""
+DIRECT = getattr(os, "O_DIRECT", 0)
+"""Past the page cache; no system but Linux has it under this name."""
 
 
 def check_shared(partial: Path, needed_bytes: int) -> None:
@@ -130,79 +128,111 @@ def link_or_copy(written: Written, path: Path) -> DataFile:
 
 
 def write_data(path: Path, sources: Sequence[Source]) -> DataFile:
-    """Write and sync one file of ranges."""
+    """Write and sync one file of ranges. See [Note: write path]."""
     header = safetensors_header([r for r, _ in sources])
-    stored = _write_data(path, header, sources)
-    nbytes = len(header) + sum(r.nbytes for r, _ in sources)
-    return DataFile(path.name, nbytes, len(header), zlib.crc32(header), stored)
-
-
-def _write_data(path: Path, header: bytes, sources: Sequence[Source]) -> tuple[Stored, ...]:
-    """Stream ranges after the header; returns their places and sums. See [Note: write path]."""
-    pending: list[tuple[Range, Future[int], Future[None]]] = []
-    stored: list[Stored] = []
-    at = len(header)
-
-    def settle() -> None:
-        nonlocal at
-        range_, crc, written = pending.pop(0)
-        try:
-            written.result()
-        except OSError as error:
-            raise unwritable(path, error, at=range_.key) from None
-        stored.append(Stored(range_, at, crc.result()))
-        at += range_.nbytes
-
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    fd = _create(path)
     try:
         with ThreadPoolExecutor(1) as summer, ThreadPoolExecutor(1) as writer:
-            stream = Stream(fd)
-            staging = Staging(max((r.nbytes for r, kept in sources if not in_place(kept)), default=0))
-            pending_header = writer.submit(stream.write, memoryview(header))
-            for range_, tensor in sources:
-                values = staging.host_bytes(tensor)
-                pending.append((range_, summer.submit(zlib.crc32, values), writer.submit(stream.write, values)))
-                if len(pending) > AHEAD:
-                    settle()
-            pending_header.result()
-            while pending:
-                settle()
+            pipe = Pipe(path, fd, summer, writer, on_gpu=any(kept.is_cuda for _, kept in sources))
+            pipe.put(header, "")
+            for range_, kept in sources:
+                pipe.put(values_of(kept).detach().view(torch.uint8), range_.key)
+            sums = pipe.finish()
         os.fsync(fd)
     finally:
         os.close(fd)
-    return tuple(stored)
+    stored, at = [], len(header)
+    for (range_, _), crc in zip(sources, sums[1:], strict=True):
+        stored.append(Stored(range_, at, crc))
+        at += range_.nbytes
+    return DataFile(path.name, at, len(header), sums[0], tuple(stored))
 
 
-class Staging:
-    """Host memory that ranges pass through which can't be written from where they are: `AHEAD + 1` buffers in turn.
+def _create(path: Path) -> int:
+    """A new file, past the page cache where that is possible."""
+    try:
+        return _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # The kernel has made the file before it refused.
+    return _open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+
+
+class Pipe:
+    """Bytes of a file in, crc32 of each stretch out; blocks go to the disk as they fill.
 
     Parameters
     ----------
-    nbytes
-        Of the largest such range.
+    summer, writer
+        One thread each, so that stretches are summed and blocks written in order.
+    on_gpu
+        Blocks are pinned, so that copies from a GPU are the copy engine's.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(AHEAD + 1 if nbytes else 0)]
-        self.turn = 0
+    def __init__(
+        self, path: Path, fd: int, summer: ThreadPoolExecutor, writer: ThreadPoolExecutor, *, on_gpu: bool
+    ) -> None:
+        self.path, self.fd, self.summer, self.writer = path, fd, summer, writer
+        # Pinned memory begins with a page.
+        whole = torch.empty(BLOCKS * BLOCK_BYTES + (0 if on_gpu else ALIGN_BYTES), dtype=torch.uint8, pin_memory=on_gpu)
+        start = -whole.data_ptr() % ALIGN_BYTES
+        self.blocks = whole[start : start + BLOCKS * BLOCK_BYTES].split(BLOCK_BYTES)
+        self.busy: list[tuple[Future[None], Future[None]] | None] = [None] * BLOCKS
+        """Of each block, what must be done before it is filled again."""
+        self.turn, self.filled = 0, 0
+        self.first_key = ""
+        """Of the first stretch with a name in the block, for errors."""
+        self.summed: Future[None] | None = None
+        self.sums: list[int] = []
 
-    def host_bytes(self, kept: Tensor | Halves) -> memoryview:
-        """A 1D range's bytes on the host, valid for the next `AHEAD` calls; no copy where they lie there."""
-        if isinstance(kept, Tensor) and in_place(kept):
-            return host_bytes(kept)
-        buffer, self.turn = self.buffers[self.turn], (self.turn + 1) % (AHEAD + 1)
-        if isinstance(kept, Halves) and kept.low.device.type == "cpu":
-            kept.whole(out=buffer.view(torch.float32)[: kept.numel()])
-            return memoryview(buffer[: kept.nbytes].numpy())
-        raw = values_of(kept).detach().view(torch.uint8)
-        copy = buffer[: raw.numel()]
-        copy.copy_(raw)
-        return memoryview(copy.numpy())
+    def put(self, raw: bytes | Tensor, key: str) -> None:
+        """Add a stretch: bytes, or 1D uint8 on any device."""
+        self.summer.submit(self.sums.append, 0)
+        at, size = 0, len(raw)
+        while at < size:
+            if not self.filled:
+                self._settle(self.turn)
+                self.first_key = ""
+            self.first_key = self.first_key or key
+            part = self.blocks[self.turn][self.filled : self.filled + size - at]
+            view, more = memoryview(part.numpy()), raw[at : at + len(part)]
+            if isinstance(more, Tensor):
+                part.copy_(more)
+            else:
+                view[:] = more
+            self.summed = self.summer.submit(self._sum, view)
+            self.filled, at = self.filled + len(part), at + len(part)
+            if self.filled == BLOCK_BYTES:
+                self._flush()
 
+    def finish(self) -> list[int]:
+        """Until all is written; the crc32 of each stretch."""
+        if self.filled:
+            self._flush()
+        for turn in range(BLOCKS):
+            self._settle(turn)
+        return self.sums
 
-def in_place(kept: Tensor | Halves) -> bool:
-    """Whether a range's bytes can be written from where they are."""
-    return isinstance(kept, Tensor) and kept.device.type == "cpu"
+    def _flush(self) -> None:
+        assert self.summed is not None
+        view = memoryview(self.blocks[self.turn][: self.filled].numpy())
+        self.busy[self.turn] = self.summed, self.writer.submit(self._write, view, self.first_key)
+        self.turn, self.filled = (self.turn + 1) % BLOCKS, 0
+
+    def _settle(self, turn: int) -> None:
+        waited, self.busy[turn] = self.busy[turn], None
+        for done in waited or ():
+            done.result()
+
+    def _sum(self, view: memoryview) -> None:
+        self.sums[-1] = zlib.crc32(view, self.sums[-1])
+
+    def _write(self, view: memoryview, key: str) -> None:
+        try:
+            write_all(self.fd, view)
+        except OSError as error:
+            raise unwritable(self.path, error, at=key) from None
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
@@ -212,37 +242,26 @@ def host_bytes(tensor: Tensor) -> memoryview:
     return memoryview(values)
 
 
-class Stream:
-    """Writes to a file from its start, and keeps the disk busy meanwhile."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd, self.written, self.flushed = fd, 0, 0
-
-    def write(self, view: memoryview) -> None:
-        write_all(self.fd, view)
-        self.written += len(view)
-        if self.written - self.flushed >= FLUSH_BYTES:
-            start_on_disk(self.fd, self.flushed, self.written - self.flushed)
-            self.flushed = self.written
-
-
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-SYNC_FILE_RANGE_WRITE = 2
-
-
-def start_on_disk(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the kernel to begin writing a stretch of a file. A wish: only the fsync that follows counts, so what a file
-    system or another system than Linux answers does not matter.
-    """
-    if _sync_file_range is not None:
-        _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), SYNC_FILE_RANGE_WRITE)
-
-
 def write_all(fd: int, view: memoryview) -> None:
-    """Write every byte; a short write is not the end."""
+    """Write every byte; a short write is not the end, and a refusal to write past the page cache neither."""
     while view:
-        view = view[_write(fd, view) :]
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & DIRECT)
+        if direct and len(view) % ALIGN_BYTES:
+            direct = _through_cache(fd)
+        try:
+            view = view[_write(fd, view) :]
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            _through_cache(fd)
 
 
+def _through_cache(fd: int) -> bool:
+    """Turn O_DIRECT off for the rest of a file. Returns whether it is still on."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~DIRECT)
+    return False
+
+
+_open: Callable[[Path, int, int], int] = os.open
 _write: Callable[[int, memoryview], int] = os.write
-"""Where tests put a disk that fails."""
+"""Where tests put a disk that fails, or a file system with less."""

@@ -33,6 +33,10 @@ class Halves:
         """Of the values that it stands for."""
         return 4 * self.low.numel()
 
+    @property
+    def is_cuda(self) -> bool:
+        return self.low.is_cuda
+
     def numel(self) -> int:
         return self.low.numel()
 
@@ -47,10 +51,9 @@ class Halves:
             at += h.numel()
         return Halves(parts, self.low[start:stop])
 
-    def whole(self, out: Tensor | None = None) -> Tensor:
-        """The fp32 values, in new memory or in `out`."""
-        if out is None:
-            out = torch.empty(self.numel(), dtype=torch.float32, device=self.low.device)
+    def whole(self) -> Tensor:
+        """The fp32 values, in new memory."""
+        out = torch.empty(self.numel(), dtype=torch.float32, device=self.low.device)
         for h, low, part in self._rows(out):
             merge(h, low, part)
         return out

@@ -14,8 +14,8 @@ from zplan.planner.activities import RANDOM_STATE_BYTES, activities, kv_cache_by
 from zplan.planner.ledger import merge
 from zplan.planner.models import Architecture
 from zplan.planner.predict import predict
-from zplan.planner.saving import RANGE_NUMEL, RANGES_HELD
-from zplan.runtime import checkpoint_format, checkpoint_write
+from zplan.planner.saving import RANGE_NUMEL
+from zplan.runtime import checkpoint_format
 from zplan.runtime.decoder import Decoder
 from zplan.runtime.initialize import initialize
 from zplan.runtime.meter import StorageRegistry
@@ -150,7 +150,6 @@ def test_fused_kernels_evaluate_in_what_is_predicted(start, kernels, loss):
 
 def test_constants_are_the_runtimes_own():
     assert RANGE_NUMEL == checkpoint_format.RANGE_NUMEL
-    assert RANGES_HELD == checkpoint_write.AHEAD + 1
     assert torch.get_rng_state().nbytes == RANDOM_STATE_BYTES
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,8 +74,24 @@ def test_what_was_there_at_the_call_is_written(run_ranks, tmp_path, world_size, 
         assert row.measured == row.predicted > 0
 
 
-def test_ranges_that_pass_through_host_memory_arrive(tmp_path, monkeypatch):
-    """As from a GPU: more ranges than there are buffers, of many sizes, to a disk that lags behind."""
+def write_ranges(path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, Any]:
+    """Ranges that fall on, over and between blocks of 8 KiB; the file, and what is said of it."""
+    monkeypatch.setattr(checkpoint_write, "BLOCK_BYTES", 8192)
+    values = [torch.rand(n, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(sizes)]
+    ranges = [Range("weight", f"p{i}", 0, n) for i, n in enumerate(sizes)]
+    file = checkpoint_write.write_data(path, list(zip(ranges, values, strict=True)))
+    content = path.read_bytes()
+    assert content[file.header_bytes :] == b"".join(v.numpy().tobytes() for v in values)
+    assert file.nbytes == len(content) and file.header_crc32 == zlib.crc32(content[: file.header_bytes])
+    for row, value in zip(file.ranges, values, strict=True):
+        assert row.crc32 == zlib.crc32(value.numpy()) and content[row.offset :].startswith(value.numpy().tobytes())
+    return content, replace(file, name="")
+
+
+SIZES = [5, 4096, 1, 70_000, 3, 2048, 70_001, 12] * 2
+
+
+def test_a_lagging_disk_that_writes_less_than_it_is_given(tmp_path, monkeypatch):
     written: list[int] = []
 
     def slow(fd: int, view: memoryview) -> int:
@@ -78,17 +99,58 @@ def test_ranges_that_pass_through_host_memory_arrive(tmp_path, monkeypatch):
         written.append(len(view))
         return os.write(fd, view[: 1 + len(view) // 2])
 
+    expected = write_ranges(tmp_path / "plain", SIZES, monkeypatch)
     monkeypatch.setattr(checkpoint_write, "_write", slow)
-    sizes = [5, 4096, 1, 70_000, 3, 3, 70_001, 12] * 2
-    values = [torch.rand(n) for n in sizes]
-    files = []
-    for direct in (True, False):
-        monkeypatch.setattr(checkpoint_write, "in_place", lambda tensor, direct=direct: direct)
-        ranges = [Range("weight", f"p{i}", 0, n) for i, n in enumerate(sizes)]
-        file = checkpoint_write.write_data(tmp_path / f"{direct}", list(zip(ranges, values, strict=True)))
-        files.append(((tmp_path / f"{direct}").read_bytes(), file.ranges))
-    assert files[0] == files[1] and len(written) > 2 * len(sizes)
-    assert files[0][0].endswith(b"".join(v.numpy().tobytes() for v in values))
+    assert write_ranges(tmp_path / "slow", SIZES, monkeypatch) == expected and len(written) > 2 * len(SIZES)
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_a_file_system_that_insists_on_its_cache(tmp_path, monkeypatch, refused):
+    """As tmpfs was for long: the file is made and then refused; or only the write is."""
+    direct = []
+
+    def opened(path: Path, flags: int, mode: int) -> int:
+        if refused == "open" and flags & os.O_DIRECT:
+            path.touch()
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.open(path, flags, mode)
+
+    def written(fd: int, view: memoryview) -> int:
+        direct.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        if direct[-1]:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.write(fd, view)
+
+    expected = write_ranges(tmp_path / "plain", SIZES, monkeypatch)
+    monkeypatch.setattr(checkpoint_write, "_open", opened)
+    monkeypatch.setattr(checkpoint_write, "_write", written)
+    assert write_ranges(tmp_path / "cached", SIZES, monkeypatch) == expected
+    assert direct[:2] == [refused == "write", False] and not any(direct[1:]), "asked once, then never again"
+
+
+def test_whole_blocks_go_past_the_cache(tmp_path, monkeypatch):
+    """All but the file's last bytes, on a disk that takes them."""
+    seen: list[tuple[bool, int]] = []
+
+    def written(fd: int, view: memoryview) -> int:
+        count = os.write(fd, view)
+        seen.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), count))
+        return count
+
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct writes")
+    monkeypatch.setattr(checkpoint_write, "_write", written)
+    content, _ = write_ranges(tmp_path / "x", SIZES, monkeypatch)
+    *blocks, last = seen
+    assert set(blocks) == {(True, 8192)} and last == (False, len(content) % 8192)
+
+
+def test_a_file_without_ranges(tmp_path, monkeypatch):
+    """A rank of many that owns padding alone."""
+    content, file = write_ranges(tmp_path / "x", [], monkeypatch)
+    assert file.ranges == () and len(content) == file.header_bytes
 
 
 def test_only_a_plan_for_it_has_the_line():

@@ -27,6 +27,38 @@ def test_messages_of_many_releases(row):
     assert found.reserved_bytes == (None if reserved is None else pytest.approx(reserved, abs=2))
 
 
+SEEN = json.loads((Path(__file__).parent / "golden" / "oom_seen.json").read_text(encoding="utf-8"))
+"""What people's programs printed, each with where they showed it, and every number in it as one reads it."""
+
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "GB": GIB}
+"""Torch's GB on MPS are of 2**30 bytes (`ATen/mps/MPSAllocator.mm`)."""
+SIZES = ("tried", "total", "free", "in_use", "allocated", "unallocated", "allowed")
+
+
+def in_bytes(text):
+    number, unit = text.split()
+    return round(float(number) * UNITS[unit])
+
+
+@pytest.mark.parametrize("row", SEEN, ids=[r["url"].removeprefix("https://github.com/") for r in SEEN])
+def test_messages_that_people_met(row):
+    (found,) = read_messages("\n".join(row["text"]))
+    expected = {name: in_bytes(row[name]) if name in row else None for name in SIZES}
+    if "reserved" in row:  # with what is allocated in it
+        expected["unallocated"] = in_bytes(row["reserved"]) - expected["allocated"]
+    sizes = {name: getattr(found, name) for name in SIZES}
+    assert {name: None if size is None else size.nbytes for name, size in sizes.items()} == expected
+    assert (found.device, found.gpu, found.rank) == (row["device"], row.get("gpu"), row.get("rank"))
+
+
+def test_messages_that_people_met_are_of_many_kinds():
+    assert len(SEEN) >= 25 and len({r["url"] for r in SEEN}) >= 25
+    assert {r["device"] for r in SEEN} == {"CUDA", "HIP", "XPU", "MPS", "CPU"}
+    text = "\n".join(line for r in SEEN for line in r["text"])
+    kinds = ("cached)", "reserved in total", "total capacty of", "total capacity of", "private pools", "allowed;")
+    assert all(kind in text for kind in (*kinds, "Process 4078482", "[rank15]", "NVML_SUCCESS", "0 bytes free"))
+
+
 def test_what_follows_from_the_numbers():
     (one,) = read_messages(MESSAGES["2.5, one rank of many"])
     assert one.fragmented, "5.66 GiB lay idle where 3.73 were asked for"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import workload as w
+from loss_scale_model import Model
 from test_engine import close_to_reference, exact, reference, train
 from torch import nn
 
@@ -15,34 +16,6 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import LossScale
 from zplan.runtime.arena import Arena
 from zplan.runtime.precision import LossScaler, Suspects
-
-
-class Model:
-    """The rules in plain Python, written from DeepSpeed's documentation and not from our code."""
-
-    def __init__(self, s):
-        self.s, self.scale, self.left, self.step, self.last = s, 2.0**s.power, s.hysteresis, 0, -1
-
-    def update(self, overflow):
-        failed = False
-        if overflow:
-            if self.s.hysteresis == 1 or self.left == 1:
-                failed = self.scale == self.s.minimum
-                self.scale = max(self.scale / 2, float(self.s.minimum))
-            else:
-                self.left -= 1
-            self.last = self.step
-        else:
-            if self.s.consecutive:
-                self.left = self.s.hysteresis
-            stable = self.step - self.last - 1
-            if stable > 0 and stable % self.s.window == 0:
-                self.scale *= 2
-                if not self.s.consecutive:
-                    self.left = self.s.hysteresis
-        self.step += 1
-        return failed
-
 
 SETTINGS = [
     LossScale(),

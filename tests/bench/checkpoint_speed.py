@@ -1,18 +1,20 @@
 """How long a save takes: a raw write, foreground, background, and torch.distributed.checkpoint beside them.
 
-    bash tests/bench/run_gpu.sh 2 tests/bench/checkpoint_speed.py --folder DISK --million 500 [--device cpu]
+    bash tests/bench/run_gpu.sh N tests/bench/checkpoint_speed.py --folder DISK [--million 250] [--device cpu]
 
-Ranks under torchrun, stage 3; every number is the slowest rank's, and the median of rounds in which the order turns.
-`raw` writes each rank's share of the same bytes from host memory, all ranks at once, with fsync. `blocked` is how long
-training waits for a save in the background. The disk is made idle before each, and old files are
-deleted outside of all times. `raw ahead` is `raw` with the kernel asked to start on the disk as a save does. What was
-written is read back: every crc32, and a load into scrambled states. A table goes to stdout, then JSON.
+One rank or more under torchrun, stage 3; every number is the slowest rank's, over rounds in which the order turns.
+`raw` writes each rank's share of the very bytes of the states from host memory, all ranks at once, with fsync, through
+the page cache; `raw direct` does it past the page cache. `blocked` is how long training waits for a save in the
+background. Before each the disk is idle, and old files are deleted outside of all times. What was written is read back:
+every crc32, and a load into scrambled states. A table goes to stdout, then JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -34,7 +36,6 @@ from zplan.planner.models import Architecture
 from zplan.runtime.checkpoint_frozen import bit_sum
 from zplan.runtime.checkpoint_ranges import state_tensor, states_of
 from zplan.runtime.checkpoint_read import Checkpoint
-from zplan.runtime.checkpoint_write import start_on_disk
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.engine import Engine
 from zplan.runtime.initialize import initialize, meta_init
@@ -68,12 +69,21 @@ def states(engine: Engine) -> dict[str, torch.Tensor]:
     return {f"{engine.rank}.{u.name}.{s}": state_tensor(u, s).detach() for u in engine.trained for s in states_of(u)}
 
 
-def raw_write(path: Path, nbytes: int, block: bytes, *, ahead: bool = False) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for at in range(0, nbytes, len(block)):
-        os.write(fd, memoryview(block)[: nbytes - at])
-        if ahead:
-            start_on_disk(fd, at, len(block))
+def on_host(engine: Engine) -> memoryview:
+    """The bytes that this rank saves, page after page."""
+    tensors = list(states(engine).values())
+    whole = mmap.mmap(-1, sum(t.nbytes for t in tensors))
+    torch.cat([t.cpu().view(torch.uint8) for t in tensors], out=torch.frombuffer(whole, dtype=torch.uint8))
+    return memoryview(whole)
+
+
+def raw_write(path: Path, values: memoryview, flags: int = 0) -> None:
+    """`flags` hold for all but what the last block lacks of a whole one."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
+    for at in range(0, len(values), BLOCK):
+        if at + BLOCK > len(values):
+            fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+        assert os.write(fd, values[at : at + BLOCK]) == len(values[at : at + BLOCK])
     os.fsync(fd)
     os.close(fd)
 
@@ -98,8 +108,8 @@ class Clock:
 
 def rounds(engine: Engine, folder: Path, count: int) -> dict[str, list[float]]:
     """Every way of saving, `count` times, each time in another order; and loads that must give the same bits."""
-    out, clock, block = folder / "saved", Clock(engine), os.urandom(BLOCK)
-    raw, mine = folder / f"raw{engine.rank}", sum(t.nbytes for t in states(engine).values())
+    out, clock, values = folder / "saved", Clock(engine), on_host(engine)
+    raw = folder / f"raw{engine.rank}"
     gloo = dist.new_group(backend="gloo")
 
     def background(i: int) -> None:
@@ -116,8 +126,8 @@ def rounds(engine: Engine, folder: Path, count: int) -> dict[str, list[float]]:
         clock("dcp behind", lambda: futures[0].result())
 
     ways: list[Callable[[int], None]] = [
-        lambda i: clock("raw", lambda: raw_write(raw, mine, block)),
-        lambda i: clock("raw ahead", lambda: raw_write(raw, mine, block, ahead=True)),
+        lambda i: clock("raw", lambda: raw_write(raw, values)),
+        lambda i: clock("raw direct", lambda: raw_write(raw, values, os.O_DIRECT)),
         lambda i: clock("foreground", partial(engine.save_checkpoint, out, f"f{i}", background=False)),
         background,
         lambda i: clock("dcp", partial(dcp.save, states(engine), checkpoint_id=folder / f"dcp{i}")),
@@ -154,9 +164,12 @@ def crc32_speed() -> float:
 
 def table(found: dict[str, Any]) -> str:
     """For people."""
-    m, gb = found["seconds"], found["bytes"] / 1e9
+    gb = found["bytes"] / 1e9
     lines = [f"{gb:.2f} GB on {found['ranks']} ranks ({found['device']}), torch {found['torch']}", ""]
-    lines += [f"{name:12} {s:8.3f} s {gb / s:8.2f} GB/s" for name, s in m.items()]
+    lines += [f"{'':12} {'median s':>9} {'least':>8} {'most':>8} {'GB/s':>7}"]
+    for name, times in found["all"].items():
+        s = statistics.median(times)
+        lines.append(f"{name:12} {s:9.3f} {min(times):8.3f} {max(times):8.3f} {gb / s:7.2f}")
     return "\n".join(
         [
             *lines,
@@ -171,13 +184,15 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--million", type=int, default=500)
+    parser.add_argument("--million", type=int, default=250)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()
     os.environ["ZPLAN_DEVICE"] = args.device
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
     args.folder.mkdir(parents=True, exist_ok=True)
+    if alone := int(os.environ["WORLD_SIZE"]) == 1:  # a single rank needs no group, but torch's saves do
+        dist.init_process_group("gloo")
     engine = start(args.million)
     out = args.folder / "saved"
     engine.save_checkpoint(out, "warm", background=False)
@@ -196,6 +211,8 @@ def main() -> None:
         sys.stdout.write(table(found) + "\n\n" + json.dumps(found) + "\n")
         shutil.rmtree(args.folder)
     engine.close()
+    if alone:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
