@@ -3,8 +3,9 @@
 [Note: write path] A file is written in blocks, past the page cache (O_DIRECT): filling the cache costs the processor as
 much as everything else together, and writing it back competes with whatever trains. Three things happen at once: this
 thread copies ranges to blocks, from a GPU or from host memory; one sums what was copied; one writes what is full. That
-takes `BLOCKS` blocks of host memory, whatever is saved, and one range where masters in halves are put together. What a file system does not take past its cache (the last bytes
-of a file; all of it on some) goes through the cache: the same bytes, only slower.
+takes `BLOCKS` blocks of host memory, whatever is saved, and one range where the ranges are of masters in halves. What a
+file system does not take past its cache (the last bytes of a file; all of it on some) goes through the cache: the same
+bytes, only slower.
 """
 
 from __future__ import annotations
