@@ -139,7 +139,8 @@ def _as_error(failure: Failure) -> ZplanError:
         if text:
             print(text.rstrip(), end="\n\n", file=sys.stderr)  # noqa: T201
     if not failure.trace:
-        return ZplanError(failure.message, failure.hint)
+        where = f"; rank {failure.rank} was {failure.where}" if failure.in_step else ""
+        return ZplanError(f"{failure.message}{where}", failure.hint)
     return ZplanError(f"rank {failure.rank} failed {failure.where}: {failure.message}", failure.hint)
 
 
