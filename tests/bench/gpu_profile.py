@@ -13,18 +13,17 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from job import join_job
 from peers import fsdp2_step
 from shapes import read_case
 from training import batches, step_of, wait_for_all, zplan_engine
-
-from zplan.runtime.mesh import join
 
 STEPS = 3
 
 
 def main() -> None:
     case, rest = read_case(sys.argv[1:])
-    mesh = join()
+    mesh = join_job()
     if "fsdp2" in rest:
         step, close = fsdp2_step(case, mesh)
     else:

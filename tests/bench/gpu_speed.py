@@ -15,11 +15,12 @@ import sys
 
 import torch
 import torch.distributed as dist
+from job import join_job
 from peers import deepspeed_step, fsdp2_step
 from shapes import Case, number, read_case
 from training import Made, say, step_of, time_steps, zplan_engine
 
-from zplan.runtime.mesh import Mesh, join
+from zplan.runtime.mesh import Mesh
 
 PEERS = ("fsdp2", "fsdp2-keep", "deepspeed")
 
@@ -53,7 +54,7 @@ def measure(runtime: str, case: Case, mesh: Mesh) -> float:
 def main() -> None:
     case, rest = read_case(sys.argv[1:])
     peers = [x for x in PEERS if x in rest] or ["fsdp2"]
-    mesh = join()
+    mesh = join_job()
     rates: dict[str, list[float]] = {}
     for i in range(number(rest, "rounds=", 3)):
         for runtime in ["zplan", *peers][:: 1 if i % 2 == 0 else -1]:

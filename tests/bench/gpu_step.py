@@ -18,11 +18,12 @@ import sys
 from dataclasses import dataclass, replace
 
 import torch
+from job import join_job
 from shapes import Case, number, read_case
 from training import say, step_of, time_steps, wait_for_all, zplan_engine
 
 from zplan.runtime.engine import Engine
-from zplan.runtime.mesh import Mesh, join
+from zplan.runtime.mesh import Mesh
 
 STEPS = 8
 MOST = 1.02
@@ -92,7 +93,7 @@ def median(rows: list[Parts]) -> Parts:
 
 def main() -> None:
     case, rest = read_case(sys.argv[1:])
-    mesh, cases = join(), {k: replace(case, accumulation=k) for k in (1, 4)}
+    mesh, cases = join_job(), {k: replace(case, accumulation=k) for k in (1, 4)}
     rows: dict[int, list[Parts]] = {k: [] for k in cases}
     for i in range(number(rest, "rounds=", 3)):
         for k in list(cases)[:: 1 if i % 2 == 0 else -1]:
