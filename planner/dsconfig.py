@@ -108,6 +108,8 @@ class TrainingConfig:
     attention: Attention = "sdpa"
     compile: bool = False
     """Each block's `forward` goes through `torch.compile`."""
+    deterministic: bool = False
+    """The same bits at every stage and in every run, at equal world size."""
     reduce: Reduce | None = None
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
@@ -147,7 +149,7 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 
 _EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
-_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
+_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile", "deterministic")
 _EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
 EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""

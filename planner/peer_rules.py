@@ -24,6 +24,7 @@ UNCOUNTED = {
     "checkpoint_offload": ("--checkpoint-offload", False),
     "padded": ("--padded", False),
     "compile": ("--compile", False),
+    "deterministic": ("`deterministic`", False),
     "kernels": ("`kernels`", "torch"),
     "saving": ("--saving", "foreground"),
 }

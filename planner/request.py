@@ -56,6 +56,7 @@ OPTION = {
     "offload": "--offload",
     "ring_slots": "`ring_slots`",
     "compile": "--compile",
+    "deterministic": "`deterministic`",
     "reduce": "`reduce`",
     "transport": "`transport`",
     "cross_entropy": "--loss",

@@ -103,6 +103,8 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         yield "save.snapshot", engine.checkpoints.snapshot
     if engine.collectives.handshake is not None:
         yield "comm.handshake", engine.collectives.handshake
+    if engine.collectives.terms is not None:
+        yield "comm.terms", engine.collectives.terms
     yield from _step_tensors(engine.optimizer)
     slot = engine.reducer.slot if engine.reducer.shared is None else engine.reducer.shared.buffer
     if slot is not None:

@@ -1,7 +1,7 @@
 """Tokens a second, MFU and peak memory of zplan and its peers on the same decoder, in alternating order in one job.
 
 torchrun --standalone --nproc-per-node N tests/bench/gpu_speed.py MODEL MICRO_BATCH SEQ
-    [full] [compile] [fused] [stageN] [accum=K] [rounds=3] [fsdp2] [fsdp2-keep] [deepspeed]
+    [full] [compile] [fused] [deterministic] [stageN] [accum=K] [rounds=3] [fsdp2] [fsdp2-keep] [deepspeed]
 
 `fsdp2-keep` is FSDP2 without resharding after forward, the peer of stages 1 and 2; `fused` puts our own kernels into
 its model. Ratios are of runs side by side: their median, and the least and the largest.

@@ -1,7 +1,7 @@
 """What zplan's step is made of: optimizer pass, waits, four micro-steps, and collectives that move nothing.
 
 torchrun --standalone --nproc-per-node N tests/bench/gpu_step.py MODEL MICRO_BATCH SEQ
-    [full] [compile] [fused] [stageN] [rounds=3]
+    [full] [compile] [fused] [deterministic] [stageN] [rounds=3]
 
 - waiting: how long the stream that computes stood still for gathers and reduces, from events, beside the step.
 - optimizer pass: from the last backward's end to the step's, from events; AdamW: its kernels alone.

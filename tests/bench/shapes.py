@@ -19,6 +19,8 @@ def spec(name: str) -> ModelSpec:
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200."""
+FLAGS = {"compiled": "compile", "fused": "fused", "deterministic": "deterministic"}
+"""Of a case, and the words that ask for them."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,11 @@ class Case:
     compiled: bool = False
     fused: bool = False
     """zplan's own kernels in model and loss."""
+    deterministic: bool = False
+    """zplan's own mode."""
 
     def __str__(self) -> str:
-        words = [self.checkpointing, f"k {self.accumulation}", *(n for n in ("compiled", "fused") if getattr(self, n))]
+        words = [self.checkpointing, f"k {self.accumulation}", *(n for n in FLAGS if getattr(self, n))]
         return f"{self.model} mb {self.micro_batch} seq {self.seq} {' '.join(words)}"
 
     @property
@@ -55,8 +59,8 @@ def number(words: list[str], prefix: str, default: int) -> int:
 
 
 def read_case(words: list[str]) -> tuple[Case, list[str]]:
-    """`MODEL MICRO_BATCH SEQ [full] [compile] [fused] [stageN] [accum=K]`, and the other words."""
+    """`MODEL MICRO_BATCH SEQ [full] [compile] [fused] [deterministic] [stageN] [accum=K]`, and the other words."""
     case = Case(words[0], int(words[1]), int(words[2]), number(words, "stage", 3), number(words, "accum=", 1))
     how = "full" if "full" in words else "none"
-    case = replace(case, checkpointing=how, compiled="compile" in words, fused="fused" in words)
+    case = replace(case, checkpointing=how, **{name: word in words for name, word in FLAGS.items()})
     return case, words[3:]

@@ -37,7 +37,7 @@ def zplan_engine(case: Case, *, world: int | None = None, **config: Any) -> Engi
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "zero_optimization": {"stage": case.stage},
         **config,
-        "zplan": {"compile": case.compiled, **kinds, **config.get("zplan", {})},
+        "zplan": {"compile": case.compiled, "deterministic": case.deterministic, **kinds, **config.get("zplan", {})},
     }
     with torch.device("meta"):
         model = Decoder(SHAPES[case.model], checkpointing=case.checkpointing, **kinds)
