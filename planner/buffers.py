@@ -94,7 +94,16 @@ def buffer_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
         Line("comm.handshake", 8 * handshake_numel(choice.world_size, choice.device), (time.always,), "buffers"),
         Line("comm.terms", 8 * terms_numel(choice), (time.always,), "buffers"),
         *table_lines(placements, choice, time),
+        *_hash_lines(placements, choice, time),
     ]
+
+
+def _hash_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    if not choice.check_replicas_every:
+        return []
+    from zplan.planner.replicas import replica_lines
+
+    return replica_lines(placements, choice, time)
 
 
 def handshake_numel(world_size: int, device: str) -> int:

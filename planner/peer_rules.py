@@ -25,6 +25,7 @@ UNCOUNTED = {
     "padded": ("--padded", False),
     "compile": ("--compile", False),
     "deterministic": ("`deterministic`", False),
+    "check_replicas_every": ("`check_replicas_every`", 0),
     "kernels": ("`kernels`", "torch"),
     "saving": ("--saving", "foreground"),
 }

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 STAGES = (0, 1, 2, 3)
 TRAINING = (
     *("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded", "deterministic"),
+    "check_replicas_every",
     *("runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz", "zero"),
 )
 """Fields of a choice that are what was asked for, else their default: the search leaves them alone."""

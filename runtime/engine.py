@@ -41,6 +41,7 @@ from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.penalty import Penalty
 from zplan.runtime.precision import LossScaler, suspects_of
 from zplan.runtime.reducer import Reducer
+from zplan.runtime.replicas import Replicas
 from zplan.runtime.schedule import Scheduler, TorchScheduler, scheduler_of
 from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
@@ -137,6 +138,10 @@ class Engine(nn.Module):
         self.reducer.suspects = suspects_of(self.optimizer.scaler)
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
         """`initialize` puts a torch scheduler here."""
+        self.replicas: Replicas | None = None
+        if mesh.world_size > 1 and self.choice.check_replicas_every:
+            every = self.choice.check_replicas_every
+            self.replicas = Replicas(self.units, self.optimizer, self.collectives, self.arena, every)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         compiled = [f.module for f in found if f.unit.kind == "block"]
         self.uncompile = compile_forwards(compiled) if self.choice.compile else None
@@ -269,6 +274,9 @@ class Engine(nn.Module):
             return
         self.sentinels.hide()
         self.hooks.phase("step")
+        if self.replicas is not None:
+            self.replicas.look_back()
+            self.replicas.compare(self.global_steps + 1)
         if self.optimizer.scaler is not None:
             self._check_scale(self.optimizer.scaler)
         if self.scheduler is not None:
@@ -574,6 +582,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         compile=training.compile,
         transport=_transport(training, mesh),
         deterministic=training.deterministic,
+        check_replicas_every=training.check_replicas_every,
         reduce=training.reduce or ("exchange" if mesh.one_host or training.deterministic else "scatter"),
         saving=training.saving,
         optimizer=training.optimizer,
