@@ -188,11 +188,20 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             put(f"act.kernel.{line_id}", kernel, real, real)
     exact = arch.runnable and not choice.compile and not (spec.adapters and spec.adapters.quantized)
     lines = _lines(found, "derived" if exact else "estimate")
-    return (*(map(_compiled, lines) if choice.compile else lines), *_offloaded_inputs(arch, choice, at))
+    beside = (*_offloaded_inputs(arch, choice, at), *_split(arch, choice, at))
+    return (*(map(_compiled, lines) if choice.compile else lines), *beside)
 
 
 def _compiled(line: Line) -> Line:
     return replace(line, note=BOUND, low=line.nbytes * COMPILED // 100, high=line.nbytes)
+
+
+def _split(arch: Architecture, choice: Choice, at: dict[str, int]) -> tuple[Line, ...]:
+    if not choice.deterministic:
+        return ()
+    from zplan.planner.deterministic import split_lines
+
+    return split_lines(arch, choice, at)
 
 
 def _offloaded_inputs(arch: Architecture, choice: Choice, at: dict[str, int]) -> tuple[Line, ...]:

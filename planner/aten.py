@@ -105,7 +105,7 @@ def embedding_sort_bytes(tokens: int, rows: int, width: int) -> int:
     return INT64 * lists + FP32 * width * stretches
 
 
-def _tile(head_dim: int) -> int:
+def tile_of(head_dim: int) -> int:
     """Head width that flash attention's backward accumulates in."""
     return ceil_to(head_dim, 32 if head_dim <= 128 else 64)
 
@@ -672,7 +672,7 @@ class Aten:
             if kernel == "flash":
                 work = [
                     self.tape.padded(h * FP32, TILE_128, "attention.softmax_d", kernel=True),
-                    self.tape.padded(h * FP32 * _tile(d), TILE_128, "attention.dq_accum", kernel=True),
+                    self.tape.padded(h * FP32 * tile_of(d), TILE_128, "attention.dq_accum", kernel=True),
                 ]
                 if groups != h:
                     work += [self.tape.workspace(b * h * t * d * BF16, f"attention.{n}_expanded") for n in ("dk", "dv")]

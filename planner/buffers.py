@@ -1,4 +1,11 @@
-"""Lines of the runtime's working buffers: ring, reduce slots, fp32 gradients, placeholders."""
+"""Lines of the runtime's working buffers: ring, reduce slots, fp32 gradients, placeholders.
+
+[Note: fixed order] Sums of floats depend on their order. A deterministic run adds up each micro-step's gradients over
+ranks in rank order, by the exchange, and the micro-steps one after another, at every stage. So stage 1 keeps gradient
+shards and reduces at every micro-step, as stage 2 does. At stage 0 each rank adds up its own slices within the whole
+gradients, and gathers the others' in fp32 in the last micro-step. The norm is that of each rank's slices, added up in
+rank order, where the runtime otherwise takes that of the whole.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +67,20 @@ def full_gradients(choice: Choice) -> bool:
     """Whether a rank accumulates whole fp32 gradients rather than its shard of them.
 
     On one rank and at stage 0 there is nothing to scatter to; at stage 1 with accumulation the reduce waits for the
-    last micro-step, so every rank adds up whole gradients until then.
+    last micro-step, so every rank adds up whole gradients until then. See [Note: fixed order] for where it can't wait.
     """
-    return not shards_states(choice) or (choice.stage == 1 and choice.accumulation > 1)
+    waits = choice.stage == 1 and choice.accumulation > 1 and not choice.deterministic
+    return not shards_states(choice) or waits
 
 
 def uses_reduce_slots(choice: Choice) -> bool:
-    """Whether gradients pass through reduce slots: only where a reduce-scatter ends in a separate shard."""
-    return not full_gradients(choice)
+    """Whether gradients pass through reduce slots: where a reduce ends in a separate shard, or is in rank order."""
+    return not full_gradients(choice) or in_rank_order(choice)
+
+
+def in_rank_order(choice: Choice) -> bool:
+    """Whether sums over ranks have one order at every stage. See [Note: fixed order]."""
+    return choice.deterministic and choice.world_size > 1
 
 
 def buffer_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
@@ -79,13 +92,28 @@ def buffer_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
         *gradient_lines(trained, choice, time),
         *placeholder_lines(placements, choice, time),
         Line("comm.handshake", 8 * handshake_numel(choice.world_size, choice.device), (time.always,), "buffers"),
+        Line("comm.terms", 8 * terms_numel(choice), (time.always,), "buffers"),
         *table_lines(placements, choice, time),
+        *_hash_lines(placements, choice, time),
     ]
+
+
+def _hash_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    if not choice.check_replicas_every:
+        return []
+    from zplan.planner.replicas import replica_lines
+
+    return replica_lines(placements, choice, time)
 
 
 def handshake_numel(world_size: int, device: str) -> int:
     """64-bit words in which ranks on the CPU compare what comes next before each collective."""
     return world_size + 1 if device == "cpu" and world_size > 1 else 0
+
+
+def terms_numel(choice: Choice) -> int:
+    """64-bit words, one a rank, in which scalars are gathered to be added up in rank order."""
+    return choice.world_size if in_rank_order(choice) else 0
 
 
 def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from zplan.planner.buffers import uses_reduce_slots
+from zplan.planner.buffers import in_rank_order, uses_reduce_slots
 from zplan.planner.config import Choice
 from zplan.planner.models import ModelSpec
 from zplan.planner.placement import Placement, place, shards_states
@@ -40,7 +40,8 @@ class Traffic:
 def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | None = None) -> Traffic:
     """What the runtime moves for a choice.
 
-    Stage 0 all-reduces whole fp32 gradients at the last micro-step; stage 1 reduces them to shards there, stages 2 and
+    Stage 0 all-reduces whole fp32 gradients at the last micro-step, or where sums are in rank order exchanges them at
+    every one and gathers the sums at the last; stage 1 reduces them to shards there, stages 2 and
     3 at every micro-step: in the compute dtype by an exchange, in fp32 by a reduce-scatter. Stages 1 and 2 gather every
     unit once, after the step. At stage 3 so do resident units; the others are gathered as `ring_gathers` says. Frozen
     units have no gradients, and where they are resident they never change.
@@ -59,11 +60,16 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     trained = [p for p in placements if not p.frozen]
     sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1)
     if not shards_states(choice):
-        return replace(beside, reduce_bytes=2 * sent * choice.reduce_itemsize)
+        summed = k * sent * wire_itemsize(choice) if in_rank_order(choice) else sent * choice.reduce_itemsize
+        return replace(beside, reduce_bytes=summed + sent * choice.reduce_itemsize)
     gathered += sum(p.buffer_bytes(choice) for p in trained if not p.ringed)
-    reduces = 1 if choice.stage == 1 else k
-    reduced = reduces * sent * wire_itemsize(choice)
+    reduced = num_reduces(choice) * sent * wire_itemsize(choice)
     return replace(beside, gather_bytes=gathered // n * (n - 1), reduce_bytes=reduced)
+
+
+def num_reduces(choice: Choice) -> int:
+    """Times a step that a unit's gradients are sent: stages 0 and 1 wait for the last micro-step where they may."""
+    return 1 if choice.stage < 2 and not in_rank_order(choice) else choice.accumulation
 
 
 def wire_itemsize(choice: Choice) -> int:

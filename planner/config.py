@@ -86,6 +86,11 @@ class Choice:
     compile: bool = False
     """Each block's `forward` goes through `torch.compile`. It decides itself what backward is given, so the activation
     lines are then those of the uncompiled blocks, as an upper bound."""
+    deterministic: bool = False
+    """The same bits at every stage and in every run: gradients of each micro-step are exchanged and added up in rank
+    order, and torch keeps to deterministic algorithms. See [Note: fixed order] in `planner/buffers.py`."""
+    check_replicas_every: int = 0
+    """Optimizer steps after which ranks compare hashes of what all must hold alike; 0 for never."""
     reduce: Reduce = "exchange"
     """`exchange`: gradients travel in the compute dtype and are added up in fp32 where they arrive. `scatter`: an fp32
     reduce-scatter. At stage 0, and at stage 1 with accumulation, whole fp32 gradients are reduced in place either way.

@@ -108,6 +108,10 @@ class TrainingConfig:
     attention: Attention = "sdpa"
     compile: bool = False
     """Each block's `forward` goes through `torch.compile`."""
+    deterministic: bool = False
+    """The same bits at every stage and in every run, at equal world size."""
+    check_replicas_every: int = 0
+    """Optimizer steps from one comparison of replicated state to the next; 0 for none."""
     reduce: Reduce | None = None
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
@@ -146,8 +150,9 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
     return max(2, min(max_live // max(blocks, default=1), len(blocks)))
 
 
-_EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
-_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
+_EXTRA_INTS = {"ring_slots": 2, "seq": 1, "checkpoint_every": 1, "check_replicas_every": 0}
+"""With their least values."""
+_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile", "deterministic")
 _EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
 EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
@@ -439,9 +444,9 @@ def _optimizer(block: dict[str, Any], where: str, found: dict[str, Any]) -> tupl
 
 def _extras(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
     check_keys(block, EXTRAS, where)
-    for name in _EXTRA_INTS:
+    for name, least in _EXTRA_INTS.items():
         if name in block:
-            found[name] = want_int(name, where, block[name], least=2 if name == "ring_slots" else 1)
+            found[name] = want_int(name, where, block[name], least=least)
     words = {
         "checkpointing": Checkpointing,
         "attention": Attention,

@@ -7,7 +7,7 @@ says where its number comes from. On the CPU there is none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zplan.planner.config import Choice
 from zplan.planner.hardware import Hardware
@@ -117,9 +117,13 @@ CUBLAS = "overhead.cublas"
 """The one overhead that lies inside torch's allocator: the forward and the backward thread have a workspace each."""
 
 
-def workspace_bytes(compute_capability: str) -> int:
+WORKSPACE = ":4096:8"
+"""`CUBLAS_WORKSPACE_CONFIG` of deterministic runs: 8 buffers of 4096 KiB on any card."""
+
+
+def workspace_bytes(compute_capability: str, *, deterministic: bool = False) -> int:
     """Bytes of one cuBLAS workspace (`ATen/cuda/CublasHandlePool.cpp`: 4096 KiB x 8, or 4096 KiB x 2 + 16 KiB x 8)."""
-    large = not compute_capability or compute_capability.startswith(_LARGE_WORKSPACE)
+    large = deterministic or not compute_capability or compute_capability.startswith(_LARGE_WORKSPACE)
     return 32 * MIB if large else 8 * MIB + 128 * 1024
 
 
@@ -127,10 +131,13 @@ CUBLASLT = "overhead.cublaslt"
 """1 MiB that torch takes once a linear with a bias has run (`ATen/cuda/CUDABlas.cpp`)."""
 
 
-def workspace_lines(compute_capability: str, phases: Sequence[str], *, biased: bool) -> tuple[Line, ...]:
+def workspace_lines(
+    compute_capability: str, phases: Sequence[str], *, biased: bool, deterministic: bool = False
+) -> tuple[Line, ...]:
     """The workspaces alone, as an allocator counts them. `biased`: whether the model's linears have biases."""
     span = (0, len(phases) - 1)
-    lines = (Line(CUBLAS, workspace_bytes(compute_capability), (span,) * 2, "overhead", source="derived"),)
+    nbytes = workspace_bytes(compute_capability, deterministic=deterministic)
+    lines = (Line(CUBLAS, nbytes, (span,) * 2, "overhead", source="derived"),)
     return (*lines, Line(CUBLASLT, MIB, (span,), "overhead", source="derived")) if biased else lines
 
 
@@ -160,4 +167,8 @@ def overhead_lines(hardware: Hardware, choice: Choice, phases: Sequence[str]) ->
     if choice.device == "cpu":
         return ()
     always = (0, len(phases) - 1)
-    return tuple(c.line(always) for c in constants(hardware) if choice.world_size > 1 or not c.distributed)
+    found = [c for c in constants(hardware) if choice.world_size > 1 or not c.distributed]
+    if choice.deterministic:
+        mib, note = workspace_bytes("", deterministic=True) // MIB, f"cuBLAS workspace, {WORKSPACE}"
+        found = [replace(c, mib=mib, note=note, between=(mib, mib)) if c.id == CUBLAS else c for c in found]
+    return tuple(c.line(always) for c in found)

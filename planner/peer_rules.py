@@ -24,6 +24,8 @@ UNCOUNTED = {
     "checkpoint_offload": ("--checkpoint-offload", False),
     "padded": ("--padded", False),
     "compile": ("--compile", False),
+    "deterministic": ("`deterministic`", False),
+    "check_replicas_every": ("`check_replicas_every`", 0),
     "kernels": ("`kernels`", "torch"),
     "saving": ("--saving", "foreground"),
 }

@@ -56,6 +56,8 @@ OPTION = {
     "offload": "--offload",
     "ring_slots": "`ring_slots`",
     "compile": "--compile",
+    "deterministic": "`deterministic`",
+    "check_replicas_every": "`check_replicas_every`",
     "reduce": "`reduce`",
     "transport": "`transport`",
     "cross_entropy": "--loss",

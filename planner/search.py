@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 STAGES = (0, 1, 2, 3)
 TRAINING = (
-    *("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded"),
+    *("optimizer", "reduce_dtype", "checkpoint_every", "checkpoint_offload", "padded", "deterministic"),
+    "check_replicas_every",
     *("runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz", "zero"),
 )
 """Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
@@ -205,7 +206,7 @@ class Search:
         if not self.hardware.bf16:
             fixed.setdefault("precision", "fp16")
         if self.hardware.nodes > 1:
-            fixed.setdefault("reduce", "scatter")
+            fixed.setdefault("reduce", "exchange" if fixed.get("deterministic") else "scatter")
         elif self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
             fixed.setdefault("transport", "copies")
         if offload is not None:
@@ -224,6 +225,10 @@ class Search:
         )
         if choice.runtime != "zplan":
             check_shape(self.model.arch, choice)
+        if choice.deterministic:
+            from zplan.planner.deterministic import check_deterministic
+
+            check_deterministic(choice)
         return choice
 
     def row(self, choice: Choice) -> Row:

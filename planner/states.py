@@ -109,9 +109,17 @@ def _constant_lines(placements: Sequence[Placement], always: tuple[int, int], no
     return [Line("params.frozen.constants", nbytes, (always,), "states", note=note)] if nbytes else []
 
 
+def measures_slices(choice: Choice) -> bool:
+    """Whether a rank takes the norm of its own slices of the gradients alone, which is summed over ranks.
+
+    See [Note: fixed order] in `planner/buffers.py`.
+    """
+    return shards_states(choice) or (choice.deterministic and choice.world_size > 1)
+
+
 def num_slices(placements: Sequence[Placement], choice: Choice) -> int:
-    """Contiguous stretches that this rank updates: one per piece where states are sharded, one per unit elsewhere."""
-    return sum(len(p.layout.pieces) if shards_states(choice) else 1 for p in placements if not p.frozen)
+    """Contiguous stretches whose norms this rank takes: one per piece of its slices, or one per unit."""
+    return sum(len(p.layout.pieces) if measures_slices(choice) else 1 for p in placements if not p.frozen)
 
 
 def num_rows(placements: Sequence[Placement], choice: Choice) -> int:
@@ -152,13 +160,14 @@ def norm_bytes(placements: Sequence[Placement], choice: Choice) -> int:
     total = 0
     for p in placements:
         if not p.frozen:
-            total += sum(-(-n // norm_chunk(choice.device, n)) for n in _slice_lengths(p, choice))
+            lengths = _slice_lengths(p, choice, sliced=measures_slices(choice))
+            total += sum(-(-n // norm_chunk(choice.device, n)) for n in lengths)
     return total * FP32
 
 
-def _slice_lengths(p: Placement, choice: Choice) -> list[int]:
-    """Elements of each contiguous stretch of a unit that a rank updates."""
-    if not shards_states(choice):
+def _slice_lengths(p: Placement, choice: Choice, *, sliced: bool) -> list[int]:
+    """Elements of a rank's slice of each piece of a unit; else of the whole."""
+    if not sliced:
         return [p.layout.padded_numel]
     return [piece.numel // choice.world_size for piece in p.layout.pieces]
 
@@ -170,7 +179,7 @@ def table_bytes(placements: Sequence[Placement], choice: Choice) -> int:
 
 def scratch_numel(placements: Sequence[Placement], choice: Choice) -> int:
     """fp32 elements of what update rules without a fused kernel go through slices in, and their coefficients."""
-    lengths = [n for p in placements if not p.frozen for n in _slice_lengths(p, choice)]
+    lengths = [n for p in placements if not p.frozen for n in _slice_lengths(p, choice, sliced=shards_states(choice))]
     num, coefficients = kind_of(choice.optimizer).scratch, NUM_COEFFICIENTS
     if splits_masters(choice) and choice.device == "cpu":
         num, coefficients = 2, 0  # masters made whole, and bits (`runtime/adamw.py`)

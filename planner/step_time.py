@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zplan.planner.comm import ring_bytes, wire_itemsize
+from zplan.planner.buffers import in_rank_order
+from zplan.planner.comm import num_reduces, ring_bytes, wire_itemsize
 from zplan.planner.config import Choice
 from zplan.planner.folding import Folding
 from zplan.planner.hardware import Hardware
@@ -300,7 +301,8 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     n, k, layers = c.world_size, c.accumulation, sizes.layers
     gather = [link.seconds(nbytes) for nbytes in sizes.gathered]
     gather[1] = max(gather[1], fetch)
-    once = 1 if c.stage else 2  # An all-reduce is a reduce-scatter and a gather.
+    ordered = in_rank_order(c)
+    once = 1 if c.stage or ordered else 2  # An all-reduce is a reduce-scatter and a gather.
     pieces = [max(1, -(-int(numel) // max(c.piece_numel, 64 * n))) for numel in sizes.trained]
     reduce = [
         once * link.seconds(numel * wire_itemsize(c), calls=calls)
@@ -323,12 +325,17 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     queue += [Queue(layers, p.block_backward, reduce[1] + further / layers)]
     queue += [Queue(1, p.front_backward, reduce[0])]
     ended = reduced_after(queue)
-    times = 1 if c.stage < 2 else k
+    times = num_reduces(c)
+    # At stage 0 sums in rank order are gathered in the last pass, each right after it was made.
+    whole = [link.seconds(n * c.reduce_itemsize) if ordered and not c.stage else 0.0 for n in sizes.trained]
+    added = [q.moved + w for q, w in zip(queue, whole[::-1], strict=True)]
+    last = reduced_after([replace(q, moved=m) for q, m in zip(queue, added, strict=True)])
     # All but the last micro-step's reduces may go on beside the next forward, as far as the links have time.
     busy = sum(q.count * q.moved for q in (*later, *queue))
-    reduces = max(0.0, ended - down) + (times - 1) * max(0.0, max(ended, busy) - up_later - down)
+    reduces = max(0.0, last - down) + (times - 1) * max(0.0, max(ended, busy) - up_later - down)
     carried = sum(q.count * q.moved for q in first) + (k - 1) * sum(q.count * q.moved for q in later)
     carried += k * sum(q.count * q.moved for q in back) + times * (reduce[0] + layers * reduce[1] + reduce[2])
+    carried += whole[0] + layers * whole[1] + whole[2]
     return gathers, reduces, carried
 
 

@@ -81,6 +81,6 @@ def runtime_rate(choice: Choice) -> Rate:
         return Rate(weights + master + kind.nominal + reduced, 0)
     if choice.stage == 3:
         return Rate(0, (4 if kind.master else weights) + kind.nominal + reduced)
-    if choice.stage == 1 and choice.accumulation > 1:
+    if choice.stage == 1 and choice.accumulation > 1 and not choice.deterministic:
         return Rate(weights + reduced, master + kind.nominal)
     return Rate(weights, master + kind.nominal + reduced)

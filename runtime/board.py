@@ -38,6 +38,8 @@ class Failure:
         Further lines to show, such as the ledger of the phase in which memory ran out.
     lost_peer
         Whether it only says that another rank has gone.
+    in_step
+        Whether training had begun.
     """
 
     rank: int
@@ -48,6 +50,7 @@ class Failure:
     trace: str = ""
     report: str = ""
     lost_peer: bool = False
+    in_step: bool = False
 
 
 class Board:
@@ -78,7 +81,9 @@ class Board:
         """Write down what ends this rank. The file appears complete or not at all."""
         where = describe(self.step, self.phase)
         if isinstance(error, ZplanError):
-            failure = Failure(self.rank, time.monotonic(), where, error.message, error.hint, report=report)
+            failure = Failure(
+                self.rank, time.monotonic(), where, error.message, error.hint, report=report, in_step=self.step > 0
+            )
         else:
             line = traceback.format_exception_only(error)[-1].strip()
             trace = "".join(traceback.format_exception(error))

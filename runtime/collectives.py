@@ -49,9 +49,11 @@ class Collectives:
     checked
         Compare `(sequence, kind, unit)` across ranks before each collective, through the store, so that a rank that
         runs another order gets an error instead of a hang.
+    num_terms
+        Ranks, where scalars are to be added up in their order; else 0.
     """
 
-    def __init__(self, mesh: Mesh, arena: Arena, *, checked: bool) -> None:
+    def __init__(self, mesh: Mesh, arena: Arena, *, checked: bool, num_terms: int = 0) -> None:
         self.mesh, self.checked = mesh, checked and mesh.world_size > 1 and not _is_fake()
         self.watch: Watch | None = None
         """Times gathers and reduces; None for nobody."""
@@ -64,6 +66,8 @@ class Collectives:
         """1D int64: this rank's code, then everybody's."""
         if numel := handshake_numel(mesh.world_size, mesh.device.type):
             self.handshake = arena.take("comm.handshake", numel, torch.int64, fill=0)
+        self.terms = arena.take("comm.terms", num_terms, torch.int64, fill=0) if num_terms else None
+        """1D int64: one word a rank."""
 
     def all_gather(self, pieces: Sequence[tuple[Tensor, Tensor]], unit: str, shared: Shared | None = None) -> None:
         """Fill each `full` (1D) with every rank's `own`, which is this rank's slice of it; all `(full, own)` as one
@@ -129,6 +133,17 @@ class Collectives:
                 self.watchdog.wait(dist.all_reduce(tensor, group=self.mesh.reduces, async_op=True))
             else:
                 dist.all_reduce(tensor, group=self.mesh.reduces)
+
+    def sum_scalar(self, value: Tensor, what: str) -> None:
+        """Sum a 0-dim fp32 or fp64 tensor over ranks, in place; in rank order where there is room for all terms."""
+        if self.terms is None:
+            self.all_reduce(value, what)
+            return
+        terms = self.terms.view(value.dtype)[: self.mesh.world_size]
+        own = terms[self.mesh.rank : self.mesh.rank + 1]
+        own.copy_(value)
+        self.all_gather([(terms, own)], what)
+        torch.sum(terms, 0, out=value)
 
     def _timed(self, part: Literal["gather", "reduce"]) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch(part)

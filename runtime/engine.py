@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from zplan.planner.buffers import terms_numel
 from zplan.planner.config import Choice, Transport
+from zplan.planner.deterministic import check_deterministic
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.fused import check_compiled
@@ -28,6 +30,7 @@ from zplan.runtime.checkpoint import Checkpoints, Resume
 from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.compiled import compile_forwards
 from zplan.runtime.detect import find_units
+from zplan.runtime.deterministic import be_deterministic, check_workspace
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.groups import Asked, Parameters, read_optimizer
 from zplan.runtime.hooks import Hooks
@@ -38,6 +41,7 @@ from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.penalty import Penalty
 from zplan.runtime.precision import LossScaler, suspects_of
 from zplan.runtime.reducer import Reducer
+from zplan.runtime.replicas import Replicas
 from zplan.runtime.schedule import Scheduler, TorchScheduler, scheduler_of
 from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
@@ -123,7 +127,7 @@ class Engine(nn.Module):
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
         self.streams = Streams(mesh.device, overlap=training.overlap)
-        self.collectives = Collectives(mesh, self.arena, checked=checked)
+        self.collectives = Collectives(mesh, self.arena, checked=checked, num_terms=terms_numel(self.choice))
         self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
         self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
         if weights is not None:
@@ -134,6 +138,10 @@ class Engine(nn.Module):
         self.reducer.suspects = suspects_of(self.optimizer.scaler)
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
         """`initialize` puts a torch scheduler here."""
+        self.replicas: Replicas | None = None
+        if mesh.world_size > 1 and self.choice.check_replicas_every:
+            every = self.choice.check_replicas_every
+            self.replicas = Replicas(self.units, self.optimizer, self.collectives, self.arena, every)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         compiled = [f.module for f in found if f.unit.kind == "block"]
         self.uncompile = compile_forwards(compiled) if self.choice.compile else None
@@ -145,6 +153,7 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.global_samples = 0
         self.checkpoints = Checkpoints(self)
+        self.undo_deterministic = be_deterministic(compiled=self.choice.compile) if self.choice.deterministic else None
         self.closed = False
         OPEN.append(self)
 
@@ -265,6 +274,9 @@ class Engine(nn.Module):
             return
         self.sentinels.hide()
         self.hooks.phase("step")
+        if self.replicas is not None:
+            self.replicas.look_back()
+            self.replicas.compare(self.global_steps + 1)
         if self.optimizer.scaler is not None:
             self._check_scale(self.optimizer.scaler)
         if self.scheduler is not None:
@@ -511,6 +523,8 @@ class Engine(nn.Module):
             self.collectives.watchdog.stop()
             if self.uncompile is not None:
                 self.uncompile()
+            if self.undo_deterministic is not None:
+                self.undo_deterministic()
             self.sentinels.hide()
             if self in OPEN:
                 OPEN.remove(self)
@@ -567,12 +581,17 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         device="cuda" if mesh.device.type == "cuda" else "cpu",
         compile=training.compile,
         transport=_transport(training, mesh),
-        reduce=training.reduce or ("exchange" if mesh.one_host else "scatter"),
+        deterministic=training.deterministic,
+        check_replicas_every=training.check_replicas_every,
+        reduce=training.reduce or ("exchange" if mesh.one_host or training.deterministic else "scatter"),
         saving=training.saving,
         optimizer=training.optimizer,
         reduce_dtype=training.reduce_dtype,
         offload=training.offload,
     )
     check_compiled(choice)
+    check_deterministic(choice)
+    if choice.deterministic:
+        check_workspace(mesh.device)
     refuse_unrunnable(choice)
     return choice

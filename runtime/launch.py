@@ -31,7 +31,9 @@ class Interrupted(Exception):
         self.exit_code = 128 + number
 
 
-def launch(module: str, arguments: list[str], *, world_size: int, folder: Path, cpu: bool) -> None:
+def launch(
+    module: str, arguments: list[str], *, world_size: int, folder: Path, cpu: bool, deterministic: bool = False
+) -> None:
     """Run `python -m module arguments` as `world_size` ranks and wait for the end of all of them.
 
     Parameters
@@ -40,6 +42,8 @@ def launch(module: str, arguments: list[str], *, world_size: int, folder: Path, 
         Where ranks keep their boards (`runtime/board.py`); belongs to this one run.
     cpu
         Keep to the CPU and gloo even where there are GPUs.
+    deterministic
+        Give cuBLAS the workspaces in which it always does the same.
 
     Raises
     ------
@@ -53,7 +57,8 @@ def launch(module: str, arguments: list[str], *, world_size: int, folder: Path, 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     command = ["--standalone", "--nproc-per-node", str(world_size), "--local-addr", "127.0.0.1", "-m", module]
-    with _environment(rank_environment(world_size, cpu=cpu)), _handlers(), _quiet_agent():
+    variables = rank_environment(world_size, cpu=cpu, deterministic=deterministic)
+    with _environment(variables), _handlers(), _quiet_agent():
         try:
             torchrun.run(torchrun.parse_args([*command, *arguments]))
         except ChildFailedError as error:
@@ -64,7 +69,7 @@ def launch(module: str, arguments: list[str], *, world_size: int, folder: Path, 
             raise Interrupted(number, f"rank 0 was {read_where(folder, 0)}") from None
 
 
-def rank_environment(world_size: int, *, cpu: bool) -> dict[str, str]:
+def rank_environment(world_size: int, *, cpu: bool, deterministic: bool = False) -> dict[str, str]:
     """Variables that every rank gets. What the user has set stays."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = {"OMP_NUM_THREADS": str(max(1, cores // world_size))}
@@ -75,6 +80,10 @@ def rank_environment(world_size: int, *, cpu: bool) -> dict[str, str]:
     else:
         # The caching allocator then reserves what it allocates, so the card fills as the ledger says.
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if deterministic:
+            from zplan.runtime.deterministic import VARIABLE, WORKSPACE
+
+            wanted[VARIABLE] = WORKSPACE
     missing = {k: v for k, v in wanted.items() if k not in os.environ}
     if cpu:
         missing["ZPLAN_DEVICE"] = "cpu"
@@ -139,7 +148,8 @@ def _as_error(failure: Failure) -> ZplanError:
         if text:
             print(text.rstrip(), end="\n\n", file=sys.stderr)  # noqa: T201
     if not failure.trace:
-        return ZplanError(failure.message, failure.hint)
+        where = f"; rank {failure.rank} was {failure.where}" if failure.in_step else ""
+        return ZplanError(f"{failure.message}{where}", failure.hint)
     return ZplanError(f"rank {failure.rank} failed {failure.where}: {failure.message}", failure.hint)
 
 

@@ -47,7 +47,7 @@ def first_nonfinite(optimizer: ShardedOptimizer) -> NonFinite | None:
             return None
         row, offset = found
         unit = max((u for u in optimizer.units if optimizer.first_row[u] <= row), key=optimizer.first_row.__getitem__)
-        start, _ = list(optimizer.ranges(unit))[row - optimizer.first_row[unit]]
+        start, _ = list(optimizer.measured_ranges(unit))[row - optimizer.first_row[unit]]
         return _told(unit, start + offset, start + offset + 1)
     bad = (~torch.isfinite(optimizer.norms.norms)).tolist()
     suspects = [stretch for stretch, is_bad in zip(_stretches(optimizer), bad, strict=True) if is_bad]
@@ -60,7 +60,7 @@ def first_nonfinite(optimizer: ShardedOptimizer) -> NonFinite | None:
 def _stretches(optimizer: ShardedOptimizer) -> Iterator[tuple[FlatUnit, int, int]]:
     """Unit and range in its flat buffer of each partial norm, in the order of `TorchNorms.square_sum`."""
     for unit in optimizer.units:
-        for start, end in optimizer.ranges(unit):
+        for start, end in optimizer.measured_ranges(unit):
             chunk = norm_chunk(optimizer.choice.device, end - start)
             yield from ((unit, at, min(at + chunk, end)) for at in range(start, end, chunk))
 

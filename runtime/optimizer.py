@@ -21,7 +21,15 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.layout import Piece
 from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import shards_states, splits_masters
-from zplan.planner.states import NUM_SCALARS, group_runs, norm_bytes, num_slices, scratch_numel, table_bytes
+from zplan.planner.states import (
+    NUM_SCALARS,
+    group_runs,
+    measures_slices,
+    norm_bytes,
+    num_slices,
+    scratch_numel,
+    table_bytes,
+)
 from zplan.runtime.adamw import KernelAdamW, Row, Rule, TorchFused, TorchHalves
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
@@ -90,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         at = 0
         for u in reversed(units):
             self.first_row[u] = at
-            at += len(self._pieces(u))
+            at += len(self._measured(u))
         self.weighted: bool | None = None
         """Whether gradients of this step are weighted by tokens; None before its first backward."""
         self.measured = False
@@ -136,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def landed(self, unit: FlatUnit) -> None:
         """A unit's gradients are reduced for the last time; called on the stream that reduced them."""
-        self.norms.landed(self.first_row[unit], [self._grad(unit, piece) for piece in self._pieces(unit)])
+        self.norms.landed(self.first_row[unit], [self._grad(unit, piece) for piece in self._measured(unit)])
 
     def weigh(self, num_tokens: int | None, *, again: bool) -> None:
         """Note what a backward's loss is the mean of: tokens, or (None) one micro-batch like any other.
@@ -176,10 +184,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _settle(self, collectives: Collectives, mean: float, clip: float) -> None:
         s = self.scalars
-        grads = [self._grad(u, piece) for u in self.units for piece in self._pieces(u)]
+        grads = [self._grad(u, piece) for u in self.units for piece in self._measured(u)]
         total = self.norms.square_sum(grads, s, device=self.choice.device)
-        if shards_states(self.choice):
-            collectives.all_reduce(total, "gradient norm")
+        if measures_slices(self.choice):
+            collectives.sum_scalar(total, "gradient norm")
         if self.weighted:
             self._count(collectives)
             total.div_(s.tokens).div_(s.tokens)
@@ -206,7 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _count(self, collectives: Collectives) -> None:
         """Sum the tokens over ranks, once in a step."""
         if self.choice.world_size > 1 and not self.counted:
-            collectives.all_reduce(self.scalars.tokens, "tokens")
+            collectives.sum_scalar(self.scalars.tokens, "tokens")
         self.counted = True
 
     # --- the update --------------------------------------------------------------------------------------------------
@@ -267,9 +275,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         return u.layout.pieces if shards_states(self.choice) else (None,)
 
-    def ranges(self, u: FlatUnit) -> list[tuple[int, int]]:
-        """`(start, end)` in a unit's flat buffer of each slice that this rank updates."""
-        return [(0, u.layout.padded_numel) if p is None else u.layout.own(p, u.rank) for p in self._pieces(u)]
+    def _measured(self, u: FlatUnit) -> Sequence[Piece | None]:
+        """Slices of a unit's gradient whose norms this rank takes, as `_pieces`."""
+        return u.layout.pieces if measures_slices(self.choice) else (None,)
+
+    def measured_ranges(self, u: FlatUnit) -> list[tuple[int, int]]:
+        """`(start, end)` in a unit's flat buffer of each slice whose norm this rank takes."""
+        return [(0, u.layout.padded_numel) if p is None else u.layout.own(p, u.rank) for p in self._measured(u)]
 
     def _slice(self, u: FlatUnit, tensor: Any, piece: Piece | None) -> Any:
         """A rank's slice of one piece in a tensor of full length or of the shard's."""

@@ -229,14 +229,21 @@ class Reducer:
     def _exchange(
         self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor, received: Tensor
     ) -> None:
-        """Piece by piece: copy into the slot, exchange slices, add what came to the gradient shard."""
+        """Piece by piece: copy into the slot, exchange slices, add what came to the gradient shard.
+
+        Of whole gradients it is this rank's slices that are added to; in the last micro-step the others' are gathered.
+        """
         for piece in unit.layout.pieces:
             part, came = slot[: piece.numel], received[: piece.numel]
             unit.copy_grads(landed, part, piece.offset, piece.offset + piece.numel, add=False)
             self.copied = self.streams.mark()
             self.collectives.exchange_slices(came, part, unit.name, self.shared)
-            sum_slices(came.view(self.choice.world_size, -1), unit.shard_of(grad, piece), add=unit.filled)
+            own = unit.own(grad, piece) if self.full else unit.shard_of(grad, piece)
+            sum_slices(came.view(self.choice.world_size, -1), own, add=unit.filled)
         unit.filled = True
+        if self.full and self.sums_ranks:
+            pairs = [(grad[p.offset : p.offset + p.numel], unit.own(grad, p)) for p in unit.layout.pieces]
+            self.collectives.all_gather(pairs, unit.name)
 
     def _reduce_through_slot(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor) -> None:
         """Piece by piece: copy into the slot, reduce-scatter into the gradient shard."""

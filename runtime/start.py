@@ -107,7 +107,8 @@ def train(path: Path, wanted: Training) -> Outcome:
             export=wanted.export and wanted.export.resolve(),
         )
         ranks = plan.choice.world_size if wanted.world is None else 1
-        launch(WORKER, [str(job.write())], world_size=ranks, folder=folder, cpu=not gpus)
+        fixed = plan.choice.deterministic
+        launch(WORKER, [str(job.write())], world_size=ranks, folder=folder, cpu=not gpus, deterministic=fixed)
         steps = tuple(json.loads(line) for line in job.results.read_text().splitlines())
         return Outcome(steps, tuple(read_measured(folder)))
 
@@ -119,7 +120,9 @@ def run_script(path: Path, script: Path, arguments: list[str]) -> None:
     plan, gpus = look(path, script=True)
     with tempfile.TemporaryDirectory(prefix="zplan-") as name:
         job = Job("script", Path(name), path.resolve(), script=script, arguments=tuple(arguments))
-        launch(WORKER, [str(job.write())], world_size=plan.choice.world_size, folder=job.folder, cpu=not gpus)
+        c = plan.choice
+        options = {"world_size": c.world_size, "folder": job.folder, "cpu": not gpus}
+        launch(WORKER, [str(job.write())], **options, deterministic=c.deterministic)
 
 
 def look(path: Path, *, world: int | None = None, script: bool = False) -> tuple[Plan, int]:

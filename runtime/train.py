@@ -128,7 +128,8 @@ def ledger_of(plan: Plan, engine: Engine) -> Ledger:
     if engine.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(engine.device)
         biased = plan.spec.arch is not None and plan.spec.arch.family == "gpt2"
-        lines = workspace_lines(f"{major}.{minor}", timeline(plan.spec.units).phases, biased=biased)
+        phases, fixed = timeline(plan.spec.units).phases, engine.choice.deterministic
+        lines = workspace_lines(f"{major}.{minor}", phases, biased=biased, deterministic=fixed)
     return predict(plan.spec, engine.choice, overheads=lines)
 
 

@@ -99,10 +99,13 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield f"params.ring.{u.placement.ring}", u.slot.buffer
     for name, tensor in engine.reducer.retained:
         yield f"grads.{name}", tensor
-    if engine.checkpoints.snapshot is not None:
-        yield "save.snapshot", engine.checkpoints.snapshot
-    if engine.collectives.handshake is not None:
-        yield "comm.handshake", engine.collectives.handshake
+    optional = {
+        "save.snapshot": engine.checkpoints.snapshot,
+        "comm.handshake": engine.collectives.handshake,
+        "comm.terms": engine.collectives.terms,
+        "comm.replicas": None if engine.replicas is None else engine.replicas.all,
+    }
+    yield from ((name, tensor) for name, tensor in optional.items() if tensor is not None)
     yield from _step_tensors(engine.optimizer)
     slot = engine.reducer.slot if engine.reducer.shared is None else engine.reducer.shared.buffer
     if slot is not None:

@@ -7,18 +7,21 @@ they wait or, since sizes happened to agree, went on with wrong values. Where th
 may be busy with something of its own: that is told on stderr, and is an error after `PATIENCE_S`.
 
 A rank that waits in gloo does so in short stretches, between which it looks for an error. In NCCL it is the device that
-waits, so its communicators are aborted, which ends every wait. gloo ends the process where sizes differ, so on the CPU
+waits, so its communicators are aborted, which ends its waits; a rank that waits on for another reason, in a barrier of
+shared memory say, is ended by the thread `GRACE_S` later. gloo ends the process where sizes differ, so on the CPU
 ranks shake hands before each collective (`collectives.py`), and the thread is left with ranks that stay away.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,12 +30,17 @@ import torch.distributed as dist
 from zplan.planner.errors import ZplanError
 from zplan.runtime.mesh import Mesh
 
-INTERVAL_S = 5.0
-"""Between two looks of a rank's thread."""
+INTERVAL_S = 3.0
+"""Between two looks of a rank's thread. A difference is an error on all ranks four looks later."""
+GRACE_S = 5.0
+"""For training to notice that error, before the thread ends a rank on a GPU."""
 DUMP_S = 20.0
 """Without a collective, before what each rank did last is told."""
 PATIENCE_S = 600.0
 """Behind the others, before that is an error."""
+
+LAST_WORDS: list[Callable[[ZplanError], None]] = []
+"""Who is told why, before the thread ends this process."""
 
 STRIDE, MARKS = 16, 64
 """A hash is kept at every so many collectives, and so many hashes are."""
@@ -55,7 +63,7 @@ class Watchdog:
         self.marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
         self.recent: deque[tuple[int, str]] = deque(maxlen=STRIDE * MARKS)
         self.moved, self.told = time.monotonic(), 0
-        self.stopped = threading.Event()
+        self.stopped, self.noticed = threading.Event(), threading.Event()
         self.thread: threading.Thread | None = None
         if mesh.world_size > 1 and dist.get_backend() != "fake":
             self.store = dist.distributed_c10d._get_default_store()
@@ -66,8 +74,7 @@ class Watchdog:
 
     def note(self, kind: str, unit: str) -> None:
         """A collective is about to be issued."""
-        if self.verdict is not None:
-            raise self.verdict
+        self._raise_verdict()
         if self.thread is not None:
             self.queue.append((kind, unit))
 
@@ -80,8 +87,12 @@ class Watchdog:
             except RuntimeError as error:
                 if "Operation timed out" not in str(error) or work.is_completed():
                     raise
-            if self.verdict is not None:
-                raise self.verdict
+            self._raise_verdict()
+
+    def _raise_verdict(self) -> None:
+        if self.verdict is not None:
+            self.noticed.set()
+            raise self.verdict
 
     def stop(self) -> None:
         self.stopped.set()
@@ -98,6 +109,7 @@ class Watchdog:
                 return
             if self.verdict is not None:
                 self._free()
+                self._insist()
                 return
 
     def _look(self) -> None:
@@ -168,6 +180,15 @@ class Watchdog:
                 assert self.verdict is not None
                 sys.stderr.write(f"zplan: error: {self.verdict.message}\n")
                 group._get_backend(self.mesh.device).abort()
+
+    def _insist(self) -> None:
+        """End this process where training has not noticed the verdict: its device waits for what never comes."""
+        if self.mesh.device.type != "cuda" or self.noticed.wait(GRACE_S) or self.stopped.is_set():
+            return
+        assert self.verdict is not None
+        for tell in LAST_WORDS:
+            tell(self.verdict)
+        os._exit(1)
 
 
 def differ(a: list[Any], b: list[Any]) -> int | None:

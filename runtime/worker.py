@@ -10,6 +10,7 @@ from zplan.planner.errors import ZplanError
 from zplan.runtime.board import Board
 from zplan.runtime.job import Job
 from zplan.runtime.launch import leave_with_launcher
+from zplan.runtime.watchdog import LAST_WORDS
 
 
 def main() -> None:
@@ -17,6 +18,7 @@ def main() -> None:
     leave_with_launcher()
     job = Job.read(Path(sys.argv[1]))
     board = Board(job.folder, int(os.environ.get("RANK", "0")))
+    LAST_WORDS.append(board.fail)
     try:
         if job.task == "script":
             run_script(job, board)
@@ -29,7 +31,7 @@ def main() -> None:
             board.fail(ZplanError(f"`{job.script}` left with {leaving.code!r} on rank {board.rank}"))
             _leave(1)
     except BaseException as error:
-        board.fail(error, report=report_on(error, job, board.phase))
+        board.fail(cause_of(error), report=report_on(error, job, board.phase))
         _leave(1)
     close_engines()
 
@@ -40,6 +42,14 @@ def close_engines() -> None:
 
     for engine in engines():
         engine.close()
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What the watchdog found, where it ended the wait that this error comes from."""
+    from zplan.runtime.initialize import engines
+
+    found = (engine.collectives.watchdog.verdict for engine in engines())
+    return next((verdict for verdict in found if verdict is not None), error)
 
 
 def report_on(error: BaseException, job: Job, phase: str) -> str:

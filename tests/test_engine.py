@@ -156,14 +156,17 @@ def test_stages_agree_bit_for_bit(run_ranks, accumulation, stages, precision):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_checked_mode_and_ring_size_change_no_bit(run_ranks, stage):
-    runs = {}
+def test_checked_mode_ring_size_and_overlap_change_no_bit(run_ranks, stage):
+    runs, steps = {}, 20
     for checked in (False, True):
         for slots in (2, 3) if stage == 3 else (2,):
             config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384, ring_slots=slots)
-            runs[f"{slots} slots, checked {checked}"] = run_ranks(2, train, "llama4", config, 4, checked)
+            runs[f"{slots} slots, checked {checked}"] = run_ranks(2, train, "llama4", config, steps, checked)
     config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384, reduce="scatter")
-    runs["reduce-scatter"] = run_ranks(2, train, "llama4", config, 4, False)
+    runs["reduce-scatter"] = run_ranks(2, train, "llama4", config, steps, False)
+    config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384)
+    config["zero_optimization"]["overlap_comm"] = False
+    runs["without overlap"] = run_ranks(2, train, "llama4", config, steps, False)
     same_bits(runs)
 
 

@@ -71,7 +71,11 @@ def test_every_rank_runs_and_knows_its_place(tmp_path):
     ("what", "message", "on_stderr"),
     [
         ("raise", "rank 1 failed in step 3, phase `backward.head`: ValueError: seven", "Traceback"),
-        ("refuse", "there is no water (hint: bring some)", ""),
+        (
+            "refuse",
+            "there is no water; rank 1 was in step 3, phase `backward.head` (hint: bring some)",
+            "",
+        ),
         ("exit", "rank 1 ended with exit code 7 in step 3, phase `backward.head`", ""),
         (
             "SIGKILL",

@@ -103,6 +103,21 @@ def test_lists_are_compared_where_they_overlap():
     assert differ([], [[1, "a"]]) is None
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_rank_whose_device_waits_for_ever_is_ended_with_the_reason(monkeypatch, noticed):
+    ends, told = [], []
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.05)
+    monkeypatch.setattr(watchdog, "LAST_WORDS", [told.append])
+    monkeypatch.setattr(watchdog.os, "_exit", ends.append)
+    dog = silent(Mesh(0, 2, torch.device("cuda", 0), None, None, started_here=False), dist.HashStore())
+    dog.verdict = ZplanError("ranks run different collectives")
+    if noticed:
+        with pytest.raises(ZplanError, match="ranks run different"):
+            dog.note("all_gather", "head")
+    dog._insist()
+    assert (ends, told) == (([], []) if noticed else ([1], [dog.verdict]))
+
+
 def test_one_rank_has_no_thread():
     engine, *_ = initialize(model=Net(""), config=m.config(0))
     assert engine.collectives.watchdog.thread is None

@@ -1,6 +1,7 @@
 """Where a step's time goes on the stream that computes: busy, idle, and the kernels that take most.
 
-torchrun --standalone --nproc-per-node N tests/bench/gpu_profile.py MODEL MICRO_BATCH SEQ [full] [stageN] [zplan|fsdp2]
+torchrun --standalone --nproc-per-node N tests/bench/gpu_profile.py MODEL MICRO_BATCH SEQ
+    [full] [stageN] [accum=K] [fsdp2]
 """
 
 from __future__ import annotations
@@ -12,33 +13,31 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from gpu_speed import zplan_step
 from job import join_job
 from peers import fsdp2_step
-from shapes import SHAPES
+from shapes import read_case
+from training import batches, step_of, wait_for_all, zplan_engine
 
 STEPS = 3
 
 
 def main() -> None:
-    name, micro_batch, seq, rest = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
-    checkpointing = "full" if "full" in rest else "none"
-    stage = next((int(x[5:]) for x in rest if x.startswith("stage")), 3)
+    case, rest = read_case(sys.argv[1:])
     mesh = join_job()
     if "fsdp2" in rest:
-        step, close = fsdp2_step(name, checkpointing, mesh, compiled=False)
+        step, close = fsdp2_step(case, mesh)
     else:
-        step, close = zplan_step(name, micro_batch, checkpointing, stage, compiled=False)
-    data = torch.randint(0, SHAPES[name].vocab, (2, micro_batch, seq), device=mesh.device)
+        engine = zplan_engine(case)
+        step, close = step_of(engine), engine.close
+    ((ids, labels),) = batches(case, 1, mesh.device, mesh.rank)
     for _ in range(4):
-        step(*data)
+        step(ids, labels)
     torch.cuda.synchronize()
-    dist.barrier()
+    wait_for_all(mesh)
     torch.cuda.set_sync_debug_mode("error")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(STEPS):
-            step(*data)
+            step(ids, labels)
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
     if mesh.rank == 0:
@@ -47,7 +46,7 @@ def main() -> None:
             profiler.export_chrome_trace(str(path))
             report(json.loads(path.read_text())["traceEvents"])
     close()
-    dist.barrier()
+    wait_for_all(mesh)
     mesh.close()
 
 
