@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from zplan.planner.config import (
     Attention,
@@ -84,8 +84,7 @@ def flag_of(name: str) -> str:
     return known if known.startswith("--") else "--" + name.replace("_", "-")
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """Adapters that were asked for, before the model is known."""
 
     rank: int

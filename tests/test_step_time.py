@@ -36,7 +36,7 @@ def decoder(layers, hidden, heads, ffn, vocab, kv_heads=None):
 
 SHAPES = {"1.3b": decoder(24, 2048, 16, 5504, 32000), "7b": decoder(32, 4096, 32, 11008, 32000)}
 TINY = decoder(5, 64, 4, 160, 256, kv_heads=2)
-FROZEN = replace(TINY, units=tuple(replace(u, frozen=u.kind == "block") for u in TINY.units))
+FROZEN = replace(TINY, units=tuple(u._replace(frozen=u.kind == "block") for u in TINY.units))
 """Trained outside of its blocks only."""
 
 
