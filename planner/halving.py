@@ -9,7 +9,9 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def largest_multiple(spare: Callable[[int], int], step: int, *, below: int, near: int) -> int:
+def largest_multiple(
+    spare: Callable[[int], int], step: int, *, below: int, near: int, below_spare: int | None = None
+) -> int:
     """Largest multiple of `step` with `spare(x) >= 0`, for a falling `spare`; 0 when there is none.
 
     Parameters
@@ -21,6 +23,8 @@ def largest_multiple(spare: Callable[[int], int], step: int, *, below: int, near
         A value that is known not to fit.
     near
         Where to look first.
+    below_spare
+        `spare(below)` where that is known: then one straight line leads there at once.
 
     Examples
     --------
@@ -29,7 +33,7 @@ def largest_multiple(spare: Callable[[int], int], step: int, *, below: int, near
     """
     low, high = 0, -(-below // step)
     low_spare: int | None = None
-    high_spare: int | None = None
+    high_spare = below_spare
     at, calls = min(max(1, near // step), high - 1), 0
     while high - low > 1:
         found = spare(at * step)

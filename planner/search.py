@@ -395,9 +395,10 @@ class Search:
         def spare(seq: int) -> int:
             return self.row(replace(row.choice, seq=seq)).spare_bytes
 
-        if spare(limit) >= 0:
+        at_limit = spare(limit)
+        if at_limit >= 0:
             return limit
-        return largest_multiple(spare, SEQ_STEP, below=limit, near=row.choice.seq)
+        return largest_multiple(spare, SEQ_STEP, below=limit, near=row.choice.seq, below_spare=at_limit)
 
 
 def _fits(row: Row) -> bool:
