@@ -24,7 +24,7 @@ UNCOUNTED = {
     "checkpoint_offload": ("--checkpoint-offload", False),
     "padded": ("--padded", False),
     "compile": ("--compile", False),
-    "kernels": ("`kernels`", "torch"),
+    "kernels": ("kernels", "torch"),
     "saving": ("--saving", "foreground"),
 }
 """Counted for zplan's runtime alone: field -> its flag, and the one value that other runtimes are counted with."""

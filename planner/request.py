@@ -182,6 +182,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
     tuning = _tuning(given)
     if {"runtime", *PARALLEL} & set(fixed):
         check_request(fixed)
+        _drop_zplans_own(fixed, fixed_by, settings)
         if fixed.get("runtime") == "deepspeed" and "config" in given:
             fixed["zero"] = _sizes(given["config"])
         if tuning is not None and fixed.get("runtime", "zplan") != "zplan":
@@ -207,6 +208,17 @@ def make_request(given: Mapping[str, Any]) -> Request:
         asked=asked,
         notes=notes,
     )
+
+
+def _drop_zplans_own(fixed: dict[str, Any], fixed_by: dict[str, str], settings: dict[str, Any]) -> None:
+    """Another runtime has none of what only zplan's does; a note has told so (`planner/peer_keys.py`)."""
+    from zplan.planner.peer_keys import ZPLAN_ONLY
+
+    if fixed.get("runtime", "zplan") != "zplan":
+        settings.pop("max_live", None)
+        for name in (*ZPLAN_ONLY, "piece_numel", "persist_numel"):
+            fixed.pop(name, None)
+            fixed_by.pop(name, None)
 
 
 def _sizes(config: str | os.PathLike[str] | Mapping[str, Any]) -> ZeroSizes:
@@ -405,7 +417,7 @@ def _merge_config(
 
     source = "config" if isinstance(config, Mapping) else os.path.basename(os.fspath(config))
     mapping, loose = (config, ()) if isinstance(config, Mapping) else read_config(config)
-    found, notes = read_settings(mapping, source=source)
+    found, notes = read_settings(mapping, source=source, runtime=fixed.get("runtime", "zplan"))
     notes = (*loose, *notes)
     batch = {"train_batch_size", "micro_batch", "accumulation"}
     if batch & set(found) == {"train_batch_size"} and not {"micro_batch", "accumulation"} & set(fixed):

@@ -204,9 +204,10 @@ class Search:
             fixed.setdefault("attention", "eager")
         if not self.hardware.bf16:
             fixed.setdefault("precision", "fp16")
-        if self.hardware.nodes > 1:
+        own = fixed.get("runtime", "zplan") == "zplan"
+        if own and self.hardware.nodes > 1:
             fixed.setdefault("reduce", "scatter")
-        elif self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
+        elif own and self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
             fixed.setdefault("transport", "copies")
         if offload is not None:
             fixed["offload"] = offload

@@ -221,7 +221,7 @@ _DEFAULTS: dict[str, str] = {
 }
 """Choices with a plain default, and why that default."""
 
-_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving", "kernels", "compile")
+_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving", "kernels", "compile", "reduce", "transport")
 """Those that no other runtime knows."""
 
 
