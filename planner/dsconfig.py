@@ -44,6 +44,9 @@ from zplan.planner.schedules import Schedule, read_schedule
 REDUCE_DTYPES = ("fp32", "bf16")
 """dtypes in which gradients may be reduced."""
 
+PAGE = "docs/config.md"
+"""Lists every key that is known."""
+
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
 
@@ -175,7 +178,7 @@ def read_settings(
     for key, meant in dskeys.MEANT.items():
         if key in mapping:
             raise ZplanError(f"unknown key `{key}` in {where}", f"did you mean `{meant}`?")
-    check_keys(mapping, known, where)
+    check_keys(mapping, known, where, page=PAGE)
     autos = tuple(f'`{".".join(path)}` of {where} is "auto": {words}' for path, words in became.items())
     notes = _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
     notes += _prescaling(mapping, where)
@@ -393,7 +396,8 @@ def _fp16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
 
 def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
     block = {UNPREFIXED.get(key, key): value for key, value in block.items()}
-    check_keys(block, (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_MAPPED, *dskeys.ZERO_INERT), where)
+    known = (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_MAPPED, *dskeys.ZERO_INERT)
+    check_keys(block, known, where, page=PAGE)
     if "stage" in block:
         stage = want_int("stage", where, block["stage"], least=0)
         if stage > 3:

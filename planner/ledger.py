@@ -148,13 +148,6 @@ class Ledger:
                 found.append((line, n))
         return tuple(found)
 
-    def kind_at_peak(self, tier: Tier = "device") -> dict[Kind, int]:
-        """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
-        out: dict[Kind, int] = {}
-        for line, n in self.live(self.peak_phase(tier), tier):
-            out[line.kind] = out.get(line.kind, 0) + n * line.nbytes
-        return out
-
     def line(self, line_id: str) -> Line:
         return next(x for x in self.lines if x.id == line_id)
 
