@@ -18,9 +18,10 @@ of a tied weight, which autograd keeps until the embedding's has come.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from operator import mul
+from typing import NamedTuple
 
 from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Choice, Device, Precision, Runtime
@@ -54,8 +55,7 @@ COMPILED = 80
 """Per cent of that which they keep at least: 87 in a 1.3B model on an H200."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """What one unit gave birth to of one line: how much, from which phase of the tape to which."""
 
     id: str
@@ -65,8 +65,7 @@ class Held:
     last: int
 
 
-@dataclass(frozen=True)
-class Simulation:
+class Simulation(NamedTuple):
     """One step on a tape. `working[p]`: levels of phase p above what is held in it; `detail`: what each unit saves.
 
     `flops[p]`, `attention[p]` and `written[p]`: the operations of phase p's matrix products and of its fused attention,
@@ -89,8 +88,7 @@ class Simulation:
         return f"blocks.{max(0, self.blocks - 2)}"
 
 
-@dataclass(frozen=True)
-class UnitProfile:
+class UnitProfile(NamedTuple):
     """Bytes of one unit at one micro-batch and sequence.
 
     Attributes
@@ -193,7 +191,7 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
 
 
 def _compiled(line: Line) -> Line:
-    return replace(line, note=BOUND, low=line.nbytes * COMPILED // 100, high=line.nbytes)
+    return line._replace(note=BOUND, low=line.nbytes * COMPILED // 100, high=line.nbytes)
 
 
 def _split(arch: Architecture, choice: Choice, at: dict[str, int]) -> tuple[Line, ...]:
@@ -336,7 +334,7 @@ def _extents(choice: Choice) -> tuple[int, int]:
 
 
 def _recipe(choice: Choice) -> Recipe:
-    return Recipe(**{f.name: getattr(choice, f.name) for f in fields(Recipe)})
+    return Recipe(*(getattr(choice, name) for name in Recipe._fields))
 
 
 def _simulated(layers: int, choice: Choice, adapters: Adapters | None) -> int:
@@ -355,7 +353,7 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     table, small = DEVICES[choice.device], replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
     make = DecoderTape if arch.runnable else _class_tape(arch)
-    recipe = replace(_recipe(choice), checkpointing="none")
+    recipe = _recipe(choice)._replace(checkpointing="none")
     make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(*_extents(choice))
     scale = _scale(arch, choice)
     return {

@@ -8,7 +8,7 @@ each stands in the module that its docstring names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from zplan.planner.activations import counted, evaluation_peaks
 from zplan.planner.config import Choice
@@ -28,8 +28,7 @@ ENCODERS = ("bert", "vit", "t5")
 """Families that do not generate token by token."""
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """One thing that a run does beside its steps."""
 
     name: str
@@ -99,7 +98,7 @@ def _activity(
     name: str, phases: Sequence[str], kept: Kept, own: Iterable[Line], note: str, *, plain: bool = True
 ) -> Activity:
     always = (0, len(phases) - 1)
-    base = [replace(line, spans=(always,) * n) for line, n in kept]
+    base = [line._replace(spans=(always,) * n) for line, n in kept]
     return Activity(name, merge(phases, base, own), note=note, plain=plain)
 
 
@@ -149,7 +148,7 @@ def initialise(
     if built:
         tier: Tier = "device" if choice.device == "cpu" else "host"
         source = by_class("init.source", [(p, n, (0, i)) for p, n, i in values], "buffers")
-        own += [replace(line, tier=tier) for line in source]
+        own += [line._replace(tier=tier) for line in source]
     if weights and choice.device != "cpu":
         # The parameter as its file has it, and in fp32: a cast to another device happens where the values are.
         note = (
@@ -177,18 +176,18 @@ def _born(placements: Sequence[Placement], choice: Choice, kept: Kept, end: int)
     closing = [(i, end) for i, p in enumerate(placements, start=2) if p.closes for _ in p.layout.entries]
     for line, n in kept:
         if line.kind == "overhead" or line.id.startswith("params.ring."):
-            yield replace(line, spans=((0, end),) * n)
+            yield line._replace(spans=((0, end),) * n)
             continue
         if line.id == "params.placeholder":
-            yield replace(line, spans=tuple(closing))
+            yield line._replace(spans=tuple(closing))
             continue
         units = next((v for k, v in members.items() if line.id.endswith(f".{k}")), [])
         if not units or line.id.startswith("grads."):
-            yield replace(line, spans=((end, end),) * n)  # persistent gradients come after all units
+            yield line._replace(spans=((end, end),) * n)  # persistent gradients come after all units
         elif len(units) == n:
-            yield replace(line, spans=tuple((first, end) for first in units))
+            yield line._replace(spans=tuple((first, end) for first in units))
         else:
-            yield replace(line, spans=((0, end),) * n)  # of some units only: from the start, at most
+            yield line._replace(spans=((0, end),) * n)  # of some units only: from the start, at most
 
 
 # --- forward only --------------------------------------------------------------------------------------------------

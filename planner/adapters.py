@@ -116,7 +116,7 @@ def adapted_model(model: Model, tuning: Tuning) -> Model:
         notes.append("experts are one tensor for all: they stay frozen in their own dtype, without adapters")
     if tuning.embeddings:
         notes.append("peft's `modules_to_save` keeps the frozen original of embedding and head beside the trained one")
-    return replace(model, spec=adapt(spec, adapters), base_params=spec.num_params, notes=tuple(notes))
+    return model._replace(spec=adapt(spec, adapters), base_params=spec.num_params, notes=tuple(notes))
 
 
 def frozen_bytes(spec: ModelSpec, itemsize: int) -> int:
@@ -151,4 +151,4 @@ def _around(u: Unit, adapters: Adapters) -> Iterator[Unit]:
     if not u.params or (adapters.embeddings and u.kind in ("embed", "head")):
         yield u
     else:
-        yield replace(u, name=f"{u.name}:frozen", frozen=True)
+        yield u._replace(name=f"{u.name}:frozen", frozen=True)

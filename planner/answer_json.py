@@ -32,9 +32,9 @@ def estimate_json(e: Estimate) -> str:
         "estimate_only": list(e.estimate_only),
         "peak_bytes": e.peak_bytes,
         "peak_between_bytes": [e.row.low_bytes, e.row.high_bytes],
-        "verdict": asdict(e.verdict),
+        "verdict": e.verdict._asdict(),
         "asked": dict(e.request.asked),
-        "chosen": [asdict(d) for d in e.decisions],
+        "chosen": [d._asdict() for d in e.decisions],
         "model": {
             "name": e.model.spec.name,
             "source": e.model.source,
@@ -47,19 +47,19 @@ def estimate_json(e: Estimate) -> str:
             "num_active_params": e.model.spec.num_active,
             "estimate_only": not arch.runnable,
         },
-        "hardware": {**asdict(e.hardware), "notes": list(e.hardware.notes)},
+        "hardware": {**e.hardware._asdict(), "notes": list(e.hardware.notes)},
         "textbook": [
             {"stage": s, "states_bytes": n, "formula": r.formula(), "sent_bytes": t}
             for s, (n, r, t) in enumerate(zip(e.textbook(), TEXTBOOK, e.textbook_traffic(), strict=True))
         ],
-        "stages": [{**row_json(r), **asdict(t)} for r, t in zip(e.rows, e.traffic, strict=True)],
+        "stages": [{**row_json(r), **t._asdict()} for r, t in zip(e.rows, e.traffic, strict=True)],
         "times": _times(e),
         "untimed": e.untimed,
         "one_gpu": row_json(e.single),
         "longest_seq": e.longest_seq,
         "remedies": [asdict(r) for r in e.remedies],
         "lines": [_line(x, n) for x, n in _live(e.row.ledger, e.row.peak_phase)],
-        "tiers": [{**asdict(use), "over_bytes": use.over_bytes} for use in e.tiers],
+        "tiers": [{**use._asdict(), "over_bytes": use.over_bytes} for use in e.tiers],
         "activities": [_activity(a) for a in e.activities],
         "not_counted": list(e.not_counted),
         "notes": list(e.notes),
@@ -95,7 +95,7 @@ def row_json(row: Row) -> dict[str, Any]:
         "margin_bytes": row.margin_bytes,
         "capacity_bytes": row.capacity_bytes,
         "spare_bytes": row.spare_bytes,
-        "off_device": asdict(row.off_device),
+        "off_device": row.off_device._asdict(),
         "fits": row.fits,
     }
 
@@ -118,7 +118,7 @@ def _activity(a: Activity) -> dict[str, Any]:
 
 def _line(line: Line, live: int) -> dict[str, Any]:
     low, high = line.bounds
-    return {**asdict(line), "low": low, "high": high, "spans": len(line.spans), "live_at_peak": live}
+    return {**line._asdict(), "low": low, "high": high, "spans": len(line.spans), "live_at_peak": live}
 
 
 def _live(ledger: Ledger, phase: str) -> list[tuple[Line, int]]:

@@ -258,7 +258,7 @@ def answer(request: Request) -> Estimate:
     row, single = search.pick(rows), search.single()
     others, uses = beside(search.model.spec, row, search.hardware)
     verdict = _judge(search, row, single)
-    verdict = replace(verdict, text=verdict.text + whose_buffers(row))
+    verdict = verdict._replace(text=verdict.text + whose_buffers(row))
     times = _timings(search, rows)
     return Estimate(
         request=request,
@@ -314,7 +314,7 @@ def _judge(search: Search, row: Row, single: Row) -> Verdict:
 
     lean = leanest(search, row)
     seq = search.longest_seq(lean) if lean is not None and lean.spare_bytes < 0 else 0
-    return replace(verdict, text=verdict.text + beyond_offload(row, lean, seq))
+    return verdict._replace(text=verdict.text + beyond_offload(row, lean, seq))
 
 
 def beside(spec: ModelSpec, row: Row, hardware: Hardware) -> tuple[tuple[Activity, ...], tuple[TierUse, ...]]:

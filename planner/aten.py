@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zplan.planner.layout import ceil_to
 from zplan.planner.strides import dense_like, row_major, view_strides
@@ -21,8 +20,7 @@ INT64, FP32, BF16, BOOL = 8, 4, 2, 1
 AttentionKernel = Literal["cpu", "flash", "efficient"]
 
 
-@dataclass(frozen=True)
-class DeviceTable:
+class DeviceTable(NamedTuple):
     """The ways in which devices differ.
 
     Attributes
@@ -134,6 +132,9 @@ class Aten:
     def view(self, x: Value, shape: Sequence[int]) -> Value:
         strides = view_strides(x.shape, x.strides, shape)
         assert strides is not None, f"view of {x.shape} with strides {x.strides} as {shape}"
+        return self._view(x, shape, strides)
+
+    def _view(self, x: Value, shape: Sequence[int], strides: tuple[int, ...]) -> Value:
         old = x.shape
         node = self.tape.node([x], lambda g, s: [self.reshape(g[0], old)])
         out = x.view(shape, strides)
@@ -142,9 +143,10 @@ class Aten:
 
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
         """A view where strides allow, else a row-major copy."""
-        if view_strides(x.shape, x.strides, shape) is not None:
-            return self.view(x, shape)
-        return self.view(self.clone(x), shape)
+        strides = view_strides(x.shape, x.strides, shape)
+        if strides is None:
+            return self._view(self.clone(x), shape, row_major(shape))
+        return self._view(x, shape, strides)
 
     def clone(self, x: Value) -> Value:
         """Row-major copy; its gradient passes through."""

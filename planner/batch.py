@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zplan.planner.errors import ZplanError
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Sequences: `micro` per rank and micro-step, `accumulation` micro-steps per optimizer step."""
 
     micro: int
@@ -22,8 +21,7 @@ class Batch:
         return self.micro * self.accumulation * self.world_size
 
 
-@dataclass(frozen=True)
-class BatchNames:
+class BatchNames(NamedTuple):
     """What the three numbers are called where the user wrote them."""
 
     train: str

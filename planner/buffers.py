@@ -10,7 +10,6 @@ rank order, where the runtime otherwise takes that of the whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Line
@@ -138,7 +137,7 @@ def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     nbytes = numel * choice.itemsize
     slot = Line("grads.slot", nbytes, (span,), "buffers")
     if choice.copies:
-        slot = replace(slot, spans=(time.always,), note=SHARED)
+        slot = slot._replace(spans=(time.always,), note=SHARED)
     return [slot, Line("grads.received", nbytes, (span,), "buffers")]
 
 

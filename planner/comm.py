@@ -7,8 +7,8 @@ are padded to a multiple of N, so the division is exact. Every rank receives as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from zplan.planner.buffers import in_rank_order, uses_reduce_slots
 from zplan.planner.config import Choice
@@ -16,8 +16,7 @@ from zplan.planner.models import ModelSpec
 from zplan.planner.placement import Placement, place, shards_states
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of one rank in one optimizer step, all micro-steps included."""
 
     gather_bytes: int
@@ -56,15 +55,15 @@ def traffic(spec: ModelSpec, choice: Choice, placements: Sequence[Placement] | N
     gathered = ring_bytes(placements, choice)
     beside = _beside(spec, choice, placements, gathered)
     if n == 1:
-        return replace(beside, gather_bytes=0, reduce_bytes=0)
+        return beside._replace(gather_bytes=0, reduce_bytes=0)
     trained = [p for p in placements if not p.frozen]
     sent = sum(p.layout.padded_numel for p in trained) // n * (n - 1)
     if not shards_states(choice):
         summed = k * sent * wire_itemsize(choice) if in_rank_order(choice) else sent * choice.reduce_itemsize
-        return replace(beside, reduce_bytes=summed + sent * choice.reduce_itemsize)
+        return beside._replace(reduce_bytes=summed + sent * choice.reduce_itemsize)
     gathered += sum(p.buffer_bytes(choice) for p in trained if not p.ringed)
     reduced = num_reduces(choice) * sent * wire_itemsize(choice)
-    return replace(beside, gather_bytes=gathered // n * (n - 1), reduce_bytes=reduced)
+    return beside._replace(gather_bytes=gathered // n * (n - 1), reduce_bytes=reduced)
 
 
 def num_reduces(choice: Choice) -> int:

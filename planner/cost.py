@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zplan.planner.errors import ZplanError
 
@@ -47,8 +47,7 @@ class Goal:
         return self.epochs * self.examples * seq if self.epochs and self.examples else None
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Of a whole training. The last step may be partly empty, and is paid for."""
 
     steps: int

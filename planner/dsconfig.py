@@ -22,6 +22,7 @@ from zplan.planner.config import (
     Place,
     Precision,
     Reduce,
+    Runtime,
     Saving,
     Transport,
 )
@@ -42,6 +43,9 @@ from zplan.planner.schedules import Schedule, read_schedule
 
 REDUCE_DTYPES = ("fp32", "bf16")
 """dtypes in which gradients may be reduced."""
+
+PAGE = "docs/config.md"
+"""Lists every key that is known."""
 
 DEFAULT_LR = 1e-4
 """A plain starting point for AdamW, used and stated when nobody gives a learning rate."""
@@ -158,7 +162,9 @@ EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""
 
 
-def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tuple[dict[str, Any], tuple[str, ...]]:
+def read_settings(
+    mapping: Mapping[str, Any], *, source: str = "config", runtime: Runtime = "zplan"
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The fields of `TrainingConfig` that a config names, and notes; batch sizes are not derived yet.
 
     Parameters
@@ -167,6 +173,8 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
         A config in DeepSpeed's schema, whole or a fragment. One object more is known: `zplan`, with the keys `EXTRAS`.
     source
         What it is called in errors.
+    runtime
+        Whose buffers are counted. Notes are about what the config changes there.
     """
     where = f"`{source}`"
     found: dict[str, Any] = {}
@@ -175,10 +183,29 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     for key, meant in dskeys.MEANT.items():
         if key in mapping:
             raise ZplanError(f"unknown key `{key}` in {where}", f"did you mean `{meant}`?")
-    check_keys(mapping, known, where)
-    notes = tuple(f'`{".".join(path)}` of {where} is "auto": {words}' for path, words in became.items())
-    notes += _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
+    check_keys(mapping, known, where, page=PAGE)
+    autos = tuple(f'`{".".join(path)}` of {where} is "auto": {words}' for path, words in became.items())
+    notes = _screen(mapping, dskeys.TOP_NEUTRAL, dskeys.TOP_INERT, where)
     notes += _prescaling(mapping, where)
+    _numbers(mapping, where, found)
+    _reduce_dtype(mapping, where, found)
+    blocks = {"bf16": _bf16, "fp16": _fp16, "zero_optimization": _zero, "optimizer": _optimizer, "zplan": _extras}
+    for key, read in blocks.items():
+        if mapping.get(key) is not None:
+            notes += read(want_object(key, where, mapping[key]), f"`{key}` of {where}", found)
+    if mapping.get("scheduler") is not None:
+        block = want_object("scheduler", where, mapping["scheduler"])
+        found["schedule"] = read_schedule(block, f"`scheduler` of {where}")
+    _settle_precision(mapping, found, auto=any(path[-1] == "enabled" for path in became))
+    if runtime != "zplan":
+        from zplan.planner.peer_keys import peer_notes
+
+        notes = peer_notes(mapping, runtime, where)
+    return found, autos + notes
+
+
+def _numbers(mapping: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:
+    """The batch, and what else stands at the top level as one value."""
     names = {KEYS.train: "train_batch_size", KEYS.micro: "micro_batch", KEYS.accumulation: "accumulation"}
     for key, field in names.items():
         if mapping.get(key) is not None:
@@ -191,16 +218,6 @@ def read_settings(mapping: Mapping[str, Any], *, source: str = "config") -> tupl
     for key, (field, want) in values.items():
         if mapping.get(key) is not None:
             found[field] = want(key, where, mapping[key])
-    _reduce_dtype(mapping, where, found)
-    blocks = {"bf16": _bf16, "fp16": _fp16, "zero_optimization": _zero, "optimizer": _optimizer, "zplan": _extras}
-    for key, read in blocks.items():
-        if mapping.get(key) is not None:
-            notes += read(want_object(key, where, mapping[key]), f"`{key}` of {where}", found)
-    if mapping.get("scheduler") is not None:
-        block = want_object("scheduler", where, mapping["scheduler"])
-        found["schedule"] = read_schedule(block, f"`scheduler` of {where}")
-    _settle_precision(mapping, found, auto=any(path[-1] == "enabled" for path in became))
-    return found, notes
 
 
 def _reduce_dtype(mapping: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:
@@ -384,7 +401,8 @@ def _fp16(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
 
 def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
     block = {UNPREFIXED.get(key, key): value for key, value in block.items()}
-    check_keys(block, (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_MAPPED, *dskeys.ZERO_INERT), where)
+    known = (*dskeys.ZERO_HONOURED, *dskeys.ZERO_NEUTRAL, *dskeys.ZERO_MAPPED, *dskeys.ZERO_INERT)
+    check_keys(block, known, where, page=PAGE)
     if "stage" in block:
         stage = want_int("stage", where, block["stage"], least=0)
         if stage > 3:

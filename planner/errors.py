@@ -28,9 +28,20 @@ class ZplanError(Exception):
         return type(self), (self.message, self.hint)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """`did you mean X?` for the nearest known word, or None when nothing is near."""
+CLEAR = 0.85
+"""Likeness from which on a word is a misspelling of another and of no third."""
+
+
+def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str | None:
+    """`did you mean X?` for the nearest known word, or None when nothing is near.
+
+    Where none is clearly meant, the `most` nearest are named.
+    """
     import difflib
 
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean `{near[0]}`?" if near else None
+    words = list(known)
+    clear = difflib.get_close_matches(word, words, n=1, cutoff=CLEAR)
+    near = [f"`{x}`" for x in clear or difflib.get_close_matches(word, words, n=most, cutoff=0.6)]
+    if not near:
+        return None
+    return f"did you mean {' or '.join([', '.join(near[:-1]), near[-1]] if near[1:] else near)}?"

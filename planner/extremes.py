@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zplan.planner.errors import ZplanError, did_you_mean
-from zplan.planner.halving import Lazy, largest_multiple
+from zplan.planner.halving import largest_multiple, last_good
 from zplan.planner.peer_rules import model_ranks
 from zplan.planner.request import Request
 from zplan.planner.search import SEQ_STEP, Row, Search
@@ -153,7 +153,7 @@ def _largest_model(request: Request, open_: Open) -> Extreme:
         search = open_(replace(request, model=None, params=count))
         return search, _picked(search)
 
-    found = Lazy(counts, at).last(lambda pair: pair[1].fits)
+    found = last_good(counts, at, lambda pair: pair[1].fits)
     note = "two digits are looked at; a Llama-like shape is assumed"
     if found is None:
         return Extreme("params", None, None, f"not even {format_count(counts[0])} parameters", note)
@@ -181,8 +181,8 @@ def fewest(request: Request, open_: Open, accept: Callable[[Search], Row | None]
         row = accept(search)
         return None if row is None else (search, row)
 
-    # `Lazy` takes rising need: the most GPUs first.
-    return Lazy([-n for n in reversed(counts)], at).last(lambda found: found is not None) if counts else None
+    # `last_good` takes rising need: the most GPUs first.
+    return last_good([-n for n in reversed(counts)], at, lambda found: found is not None) if counts else None
 
 
 def _fewest(request: Request, open_: Open) -> Extreme:
@@ -211,7 +211,7 @@ def _smallest(request: Request, open_: Open) -> Extreme:
         search = open_(replace(request, gpu=cards[-negative].name))
         return search, _picked(search)
 
-    found = Lazy([-i for i in reversed(range(len(cards)))], at).last(lambda pair: pair[1].fits)
+    found = last_good([-i for i in reversed(range(len(cards)))], at, lambda pair: pair[1].fits)
     if found is None:
         least = at(-(len(cards) - 1))[1]
         note = f"The largest, {cards[-1].name}, is {format_gib(-least.spare_bytes)} GiB short"

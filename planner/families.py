@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from zplan.planner import fused
 from zplan.planner.aten import BOOL, FP32, INT64, Aten
@@ -150,8 +150,7 @@ def gpt2_block(op: Aten, p: Params, arch: Architecture, attention: Attention) ->
 BLOCKS = {"llama": llama_block, "gpt2": gpt2_block}
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """How a step runs its model, as far as activations can tell. Fields are those of `Choice`."""
 
     checkpointing: Checkpointing = "none"

@@ -174,18 +174,14 @@ def _renamed(phase: str, further: int) -> str:
 
 def by_part(lines: Iterable[Line], phases: tuple[str, ...]) -> Vectors:
     """The parts of lines over their phases."""
-    kinds: dict[Part, list[Line]] = {}
-    lines = tuple(lines)
-    for line in lines:
-        if line.tier == "device":
-            kinds.setdefault(line.kind, []).append(line)
-    out = {kind: list(Ledger(phases, tuple(found)).per_phase()) for kind, found in kinds.items()}
-    whole = Ledger(phases, lines)
-    if any(not x.exact for x in lines if x.tier == "device"):
+    whole = Ledger(phases, tuple(lines))
+    device = whole.by_tier.get("device", ())
+    out: Vectors = {kind: list(whole.per_phase(kind=kind)) for kind in dict.fromkeys(x.kind for x in device)}
+    if not all(x.exact for x in device):
         out["low"], out["high"] = whole.offsets()
-    if any(x.tier in ("host", "pinned") for x in lines):
+    if "host" in whole.by_tier or "pinned" in whole.by_tier:
         out["host"] = [a + b for a, b in zip(whole.at_most("host"), whole.at_most("pinned"), strict=True)]
-    if any(x.tier == "nvme" for x in lines):
+    if "nvme" in whole.by_tier:
         out["nvme"] = whole.at_most("nvme")
     return out
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
-def largest_multiple(spare: Callable[[int], int], step: int, *, below: int, near: int) -> int:
+def largest_multiple(
+    spare: Callable[[int], int], step: int, *, below: int, near: int, below_spare: int | None = None
+) -> int:
     """Largest multiple of `step` with `spare(x) >= 0`, for a falling `spare`; 0 when there is none.
 
     Parameters
@@ -22,6 +23,8 @@ def largest_multiple(spare: Callable[[int], int], step: int, *, below: int, near
         A value that is known not to fit.
     near
         Where to look first.
+    below_spare
+        `spare(below)` where that is known: then one straight line leads there at once.
 
     Examples
     --------
@@ -30,7 +33,7 @@ def largest_multiple(spare: Callable[[int], int], step: int, *, below: int, near
     """
     low, high = 0, -(-below // step)
     low_spare: int | None = None
-    high_spare: int | None = None
+    high_spare = below_spare
     at, calls = min(max(1, near // step), high - 1), 0
     while high - low > 1:
         found = spare(at * step)
@@ -49,21 +52,17 @@ def largest_multiple(spare: Callable[[int], int], step: int, *, below: int, near
     return low * step
 
 
-@dataclass(frozen=True)
-class Lazy(Generic[A, B]):
-    """Choices by rising need, evaluated only as far as a search has to."""
+def last_good(choices: Sequence[A], row: Callable[[A], B], good: Callable[[B], bool]) -> B | None:
+    """The row of the last choice whose row is good, given that none is good after one that is not.
 
-    choices: list[A]
-    row: Callable[[A], B]
-
-    def last(self, good: Callable[[B], bool]) -> B | None:
-        """The last row that is good, given that none is good after one that is not."""
-        low, high = -1, len(self.choices)
-        at = high - 1  # Most often the largest fits.
-        while high - low > 1:
-            if good(self.row(self.choices[at])):
-                low = at
-            else:
-                high = at
-            at = (low + high) // 2
-        return self.row(self.choices[low]) if low >= 0 else None
+    Rows are evaluated only as far as halving has to.
+    """
+    low, high = -1, len(choices)
+    at = high - 1  # Most often the largest fits.
+    while high - low > 1:
+        if good(row(choices[at])):
+            low = at
+        else:
+            high = at
+        at = (low + high) // 2
+    return row(choices[low]) if low >= 0 else None

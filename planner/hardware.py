@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.units import MIB, format_bytes, format_gib
@@ -12,8 +12,7 @@ from zplan.planner.units import MIB, format_bytes, format_gib
 DATA = os.path.join(os.path.dirname(__file__), "data")
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One row of the GPU table, as far as planning memory goes."""
 
     name: str
@@ -38,8 +37,7 @@ NVLINK_TO_ALL = 300.0
 """GB/s. Cards below it have bridges between two GPUs at best; from it on, boards join all GPUs of a node."""
 
 
-@dataclass(frozen=True)
-class Hardware:
+class Hardware(NamedTuple):
     """The machines of one job."""
 
     world_size: int
@@ -234,4 +232,4 @@ def _this_machine() -> tuple[Gpu, int, tuple[str, ...]]:
         notes = (f"this machine's {len(found)} GPUs differ: the smallest, {least.device_name}, stands for all",)
     row = next((r for r in read_gpus() if r.device_name == least.device_name), None)
     links = _links(row) if row else 0.0
-    return replace(least, name=row.name if row else least.device_name, nvlink_gb_s=links), len(found), notes
+    return least._replace(name=row.name if row else least.device_name, nvlink_gb_s=links), len(found), notes

@@ -9,7 +9,7 @@ upper end does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zplan.planner.errors import ZplanError
 from zplan.planner.units import format_bytes, format_gib, parse_bytes
@@ -18,8 +18,7 @@ WHOLE = 10_000
 """Hundredths of a per cent in one."""
 
 
-@dataclass(frozen=True)
-class Margin:
+class Margin(NamedTuple):
     """What stays free beyond the interval."""
 
     share: int = 0

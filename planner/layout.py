@@ -12,7 +12,7 @@ their own (only the last one's tail does). A piece is what one reduce moves, so 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 ALIGN = 64
 """Elements. Keeps every tensor on a 128-byte boundary in 16 bits and 256 in fp32, at the same offset in both."""
@@ -29,8 +29,7 @@ def ceil_to(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Where one parameter lies in its unit's flat buffer: `offset` and `numel` in elements."""
 
     name: str
@@ -42,8 +41,7 @@ class Entry:
         return self.offset + self.numel
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One reduce's worth of a unit: `[offset, offset + numel)` of the flat buffer, in elements.
 
     `shard_offset` is where this piece's slice starts in the rank's shard of the unit; the slice itself has
@@ -55,8 +53,7 @@ class Piece:
     shard_offset: int
 
 
-@dataclass(frozen=True)
-class UnitLayout:
+class UnitLayout(NamedTuple):
     """Flat layout of one unit for `world_size` ranks. All sizes in elements."""
 
     name: str
@@ -78,7 +75,7 @@ class UnitLayout:
     def renamed(self, name: str, params: Sequence[str]) -> UnitLayout:
         """The same layout for another unit of the same shape."""
         entries = tuple(Entry(p, e.offset, e.numel) for e, p in zip(self.entries, params, strict=True))
-        return replace(self, name=name, entries=entries)
+        return self._replace(name=name, entries=entries)
 
     def own(self, piece: Piece, rank: int) -> tuple[int, int]:
         """`(start, end)` in the flat buffer of the slice of `piece` that `rank` owns."""

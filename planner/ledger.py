@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Tier = Literal["device", "host", "pinned", "nvme"]
 Kind = Literal["states", "buffers", "activations", "overhead"]
@@ -24,8 +25,7 @@ SPREAD_PERCENT: dict[Source, int] = {"allocated": 0, "derived": 0, "measured": 5
 _EXACT = tuple(source for source, percent in SPREAD_PERCENT.items() if not percent)
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """`nbytes` of one storage (or of one set of storages that are born and die together), and where it lives when.
 
     Attributes
@@ -63,13 +63,13 @@ class Line:
         return self.source in _EXACT and self.low is None and self.high is None
 
     @property
-    def count(self) -> int:
+    def instances(self) -> int:
         return len(self.spans)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all instances together, alive at once or not."""
-        return self.nbytes * self.count
+        return self.nbytes * self.instances
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,37 @@ class Ledger:
     phases: tuple[str, ...]
     lines: tuple[Line, ...]
 
+    @cached_property
+    def by_tier(self) -> dict[Tier, list[Line]]:
+        """The lines of each tier that has any."""
+        found: dict[Tier, list[Line]] = {}
+        for line in self.lines:
+            found.setdefault(line.tier, []).append(line)
+        return found
+
+    @cached_property
+    def _sums(self) -> dict[tuple[Tier, Kind | None], tuple[int, ...]]:
+        """What `per_phase` has added up so far."""
+        return {}
+
     def per_phase(self, tier: Tier = "device", kind: Kind | None = None) -> tuple[int, ...]:
         """Live bytes in each phase, in phase order."""
-        delta = [0] * (len(self.phases) + 1)
-        for line in self.lines:
-            if line.tier != tier or (kind is not None and line.kind != kind) or not line.nbytes:
-                continue
-            for first, last in line.spans:
-                delta[first] += line.nbytes
-                delta[last + 1] -= line.nbytes
-        live, out = 0, []
-        for d in delta[:-1]:
-            live += d
-            out.append(live)
-        return tuple(out)
+        if (tier, kind) not in self._sums:
+            delta = [0] * (len(self.phases) + 1)
+            for line in self.by_tier.get(tier, ()):
+                if kind is not None and line.kind != kind:
+                    continue
+                for first, last in line.spans:
+                    delta[first] += line.nbytes
+                    delta[last + 1] -= line.nbytes
+            self._sums[tier, kind] = tuple(accumulate(delta[:-1]))
+        return self._sums[tier, kind]
 
     def offsets(self, tier: Tier = "device") -> tuple[list[int], list[int]]:
         """By how much the live bytes of each phase may be less, as numbers below zero, and more."""
         less, more = ([0] * (len(self.phases) + 1) for _ in range(2))
-        for line in self.lines:
-            if line.tier != tier or line.exact:
+        for line in self.by_tier.get(tier, ()):
+            if line.exact:
                 continue
             low, high = line.bounds
             for first, last in line.spans:
@@ -131,18 +142,11 @@ class Ledger:
         """`(line, instances alive)` in one phase, for lines with at least one."""
         at = self.phases.index(phase)
         found = []
-        for line in self.lines:
+        for line in self.by_tier.get(tier, ()):
             n = sum(first <= at <= last for first, last in line.spans)
-            if line.tier == tier and n:
+            if n:
                 found.append((line, n))
         return tuple(found)
-
-    def kind_at_peak(self, tier: Tier = "device") -> dict[Kind, int]:
-        """Bytes by kind in the peak phase; they add up to `peak_bytes`."""
-        out: dict[Kind, int] = {}
-        for line, n in self.live(self.peak_phase(tier), tier):
-            out[line.kind] = out.get(line.kind, 0) + n * line.nbytes
-        return out
 
     def line(self, line_id: str) -> Line:
         return next(x for x in self.lines if x.id == line_id)

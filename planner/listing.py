@@ -41,7 +41,7 @@ def list_gpus(*, as_json: bool) -> str:
     """The GPU table."""
     found = read_gpus()
     if as_json:
-        return render([{**asdict(g), "overheads_measured": g.name in MEASURED} for g in found]) + "\n"
+        return render([{**g._asdict(), "overheads_measured": g.name in MEASURED} for g in found]) + "\n"
     rows = [
         [
             g.name,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Family = Literal["llama", "gpt2"]
 """Decoders that `runtime/decoder.py` runs. Every other family is a Hugging Face class, by its model_type."""
@@ -19,8 +19,7 @@ RUNNABLE: tuple[Family, ...] = ("llama", "gpt2")
 UnitKind = Literal["embed", "block", "norm", "head", "other"]
 
 
-@dataclass(frozen=True)
-class Param:
+class Param(NamedTuple):
     """One parameter: its name in the module tree and its true shape."""
 
     name: str
@@ -33,8 +32,7 @@ class Param:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Parameters that are gathered and reduced together. A tied parameter belongs to the first unit that uses it."""
 
     name: str
@@ -102,8 +100,7 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """What follows a module's name in the names of its adapter's two parameters."""
 
 
-@dataclass(frozen=True)
-class Adapters:
+class Adapters(NamedTuple):
     """Low-rank adapters beside a frozen base (Hu et al. 2021, LoRA)."""
 
     rank: int
@@ -166,7 +163,7 @@ def architecture_values(a: Architecture) -> dict[str, Any]:
 
 def adapter_values(a: Adapters | None) -> dict[str, Any] | None:
     """Adapters as JSON values; None where there are none."""
-    return None if a is None else {**asdict(a), "targets": list(a.targets)}
+    return None if a is None else {**a._asdict(), "targets": list(a.targets)}
 
 
 def decoder_units(a: Architecture) -> tuple[Unit, ...]:

@@ -162,7 +162,7 @@ def setup_lines(setup: Setup) -> tuple[Line, ...]:
     lines = activation_lines(setup.spec, setup.choice, timeline(setup.spec.units).phases)
     if not setup.chunked_loss:
         return lines
-    return tuple(replace(x, nbytes=-(-x.nbytes // CHUNKS)) if x.id in LOSS_LINES else x for x in lines)
+    return tuple(x._replace(nbytes=-(-x.nbytes // CHUNKS)) if x.id in LOSS_LINES else x for x in lines)
 
 
 def _within(phase: str, names: tuple[str, ...]) -> bool:

@@ -68,7 +68,7 @@ def move_lines(lines: Sequence[Line], placements: Sequence[Placement], choice: C
 def _class_of(line: Line, placements: Sequence[Placement]) -> list[Placement]:
     """The trained units that a line has one instance of each for; none where it is no such line."""
     found = [p for p in placements if not p.frozen and line.id.endswith(f".{p.size_class}")]
-    return found if len(found) == line.count else []
+    return found if len(found) == line.instances else []
 
 
 def _without(line: Line, placements: Sequence[Placement], moved: Sequence[Placement], choice: Choice) -> list[Line]:
@@ -85,16 +85,16 @@ def _without(line: Line, placements: Sequence[Placement], moved: Sequence[Placem
     there: list[tuple[int, int]] = []
     for p, span in zip(units, line.spans, strict=True):
         (there if p.unit.name in names else here).append(span)
-    stays = [replace(line, spans=tuple(here))] if here else []
+    stays = [line._replace(spans=tuple(here))] if here else []
     if not there or line.id.startswith("grads."):
         return stays
-    return [*stays, _away(replace(line, spans=tuple(there)), TIERS[choice.offload.optimizer])]
+    return [*stays, _away(line._replace(spans=tuple(there)), TIERS[choice.offload.optimizer])]
 
 
 def _away(line: Line, tier: Tier) -> Line:
     """Exact size by design; in whole sectors on NVMe."""
     nbytes = ceil_to(line.nbytes, SECTOR) if tier == "nvme" else line.nbytes
-    return replace(line, tier=tier, nbytes=nbytes, source="estimate", note=NOTE, low=nbytes, high=nbytes)
+    return line._replace(tier=tier, nbytes=nbytes, source="estimate", note=NOTE, low=nbytes, high=nbytes)
 
 
 def _masters(moved: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
@@ -118,7 +118,7 @@ def _shards(
     rows = [(p, p.owned_numel * choice.itemsize, time.always) for p in moved if p.ringed]
     lines = [line for line in by_class("params.shard", rows, "states") if line.id not in have]
     if choice.offload.params == "none":
-        return [replace(line, source="estimate", note=NOTE, low=line.nbytes, high=line.nbytes) for line in lines]
+        return [line._replace(source="estimate", note=NOTE, low=line.nbytes, high=line.nbytes) for line in lines]
     return [_away(line, TIERS[choice.offload.params]) for line in lines]
 
 
@@ -138,7 +138,7 @@ def _buffers(
     if share > 1 and full_gradients(choice):
         # Whole gradients are reduced in every micro-step then, which takes the slots that shards take.
         slots = reduce_lines(moved, replace(choice, accumulation=1), time)
-        found += [replace(line, source="estimate", note=NOTE, low=line.nbytes, high=line.nbytes) for line in slots]
+        found += [line._replace(source="estimate", note=NOTE, low=line.nbytes, high=line.nbytes) for line in slots]
     if choice.offload.optimizer == "nvme":
         states = _largest_states(moved, lines, choice)
         found.append(_buffer("offload.nvme.states", states, (time.always,) * STEPPING, "pinned"))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.models import Param, Unit
@@ -25,8 +25,7 @@ SCRATCH_NUMEL = 4 * 2**20
 """Elements of a scratch buffer; longer slices are updated in parts of so many."""
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """One tensor beside a parameter.
 
     Attributes
@@ -55,8 +54,7 @@ class State:
         return numel * self.itemsize + (FP32 * -(-numel // self.block) if self.block else 0)
 
 
-@dataclass(frozen=True)
-class OptimizerKind:
+class OptimizerKind(NamedTuple):
     """One optimizer.
 
     Attributes

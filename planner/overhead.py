@@ -7,7 +7,7 @@ says where its number comes from. On the CPU there is none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from zplan.planner.config import Choice
 from zplan.planner.hardware import Hardware
@@ -15,15 +15,14 @@ from zplan.planner.ledger import Line, Source, Tier
 from zplan.planner.units import MIB
 
 
-@dataclass(frozen=True)
-class Constant:
+class Constant(NamedTuple):
     """One machine constant."""
 
     id: str
     mib: int
     note: str
     source: Source = "measured"
-    count: int = 1
+    instances: int = 1
     distributed: bool = False
     """Only there with more than one rank."""
     between: tuple[int, int] | None = None
@@ -32,7 +31,7 @@ class Constant:
 
     def line(self, span: tuple[int, int]) -> Line:
         low, high = (None, None) if self.between is None else (mib * MIB for mib in self.between)
-        spans = (span,) * self.count
+        spans = (span,) * self.instances
         return Line(self.id, self.mib * MIB, spans, "overhead", self.tier, self.source, self.note, low, high)
 
 
@@ -73,7 +72,7 @@ MEASURED: dict[str, tuple[Constant, ...]] = {
             "overhead.cublas",
             32,
             f"cuBLAS workspace, one per thread that multiplies ({_ON_H200})",
-            count=2,
+            instances=2,
             between=(32, 32),
         ),
         _ROUNDING,
@@ -149,7 +148,7 @@ def constants(hardware: Hardware) -> tuple[Constant, ...]:
     note = f"cuBLAS workspace, torch's default; {_NOT_MEASURED}"
     # The default follows from the card's generation; where that is not known it may be the smaller one.
     between = (mib, mib) if hardware.compute_capability else (9, mib)
-    return (*ESTIMATED, Constant(CUBLAS, mib, note, "estimate", count=2, between=between))
+    return (*ESTIMATED, Constant(CUBLAS, mib, note, "estimate", instances=2, between=between))
 
 
 def overhead_lines(hardware: Hardware, choice: Choice, phases: Sequence[str]) -> tuple[Line, ...]:
@@ -170,5 +169,5 @@ def overhead_lines(hardware: Hardware, choice: Choice, phases: Sequence[str]) ->
     found = [c for c in constants(hardware) if choice.world_size > 1 or not c.distributed]
     if choice.deterministic:
         mib, note = workspace_bytes("", deterministic=True) // MIB, f"cuBLAS workspace, {WORKSPACE}"
-        found = [replace(c, mib=mib, note=note, between=(mib, mib)) if c.id == CUBLAS else c for c in found]
+        found = [c._replace(mib=mib, note=note, between=(mib, mib)) if c.id == CUBLAS else c for c in found]
     return tuple(c.line(always) for c in found)

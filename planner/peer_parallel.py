@@ -81,7 +81,7 @@ def shared_activations(share: Share, whole: Choice, lines: Iterable[Line], time:
         yield from lines
         return
     kept = [x for x in lines if share.last or not _of_the_end(x.id)]
-    yield from (replace(x, source="estimate") for x in kept)
+    yield from (x._replace(source="estimate") for x in kept)
     waiting = sum(
         x.total_bytes for x in kept if x.id.startswith(("act.block.saved", "act.block.output", "act.embed.output"))
     )
@@ -107,4 +107,4 @@ def _of_the_end(line_id: str) -> bool:
 def over(lines: Iterable[Line], time: Timeline) -> Iterator[Line]:
     """Lines over all phases, over those of another model."""
     for x in lines:
-        yield replace(x, spans=(time.always,) * x.count)
+        yield x._replace(spans=(time.always,) * x.instances)

@@ -24,9 +24,9 @@ UNCOUNTED = {
     "checkpoint_offload": ("--checkpoint-offload", False),
     "padded": ("--padded", False),
     "compile": ("--compile", False),
-    "deterministic": ("`deterministic`", False),
-    "check_replicas_every": ("`check_replicas_every`", 0),
-    "kernels": ("`kernels`", "torch"),
+    "deterministic": ("deterministic", False),
+    "check_replicas_every": ("check_replicas_every", 0),
+    "kernels": ("kernels", "torch"),
     "saving": ("--saving", "foreground"),
 }
 """Counted for zplan's runtime alone: field -> its flag, and the one value that other runtimes are counted with."""

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
@@ -38,8 +38,7 @@ NF4_CLASS = "nf4"
 """Size class of weights of 4 bits."""
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """One unit on one rank. Sizes in elements; see [Note: resident and ringed] and [Note: masters]."""
 
     unit: Unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from zplan.planner.config import Choice
@@ -110,7 +110,7 @@ def _document(plan: Plan) -> dict[str, Any]:
         "zplan_version": plan.zplan_version,
         "asked": dict(plan.asked),
         "estimate_only": list(plan.estimate_only),
-        "chosen": [asdict(d) for d in plan.decisions],
+        "chosen": [d._asdict() for d in plan.decisions],
         "model": {
             "name": plan.spec.name,
             "source": plan.source,
@@ -118,7 +118,7 @@ def _document(plan: Plan) -> dict[str, Any]:
             "architecture": architecture_values(plan.spec.arch),
             "adapters": adapter_values(plan.spec.adapters),
         },
-        "hardware": {**asdict(plan.hardware), "notes": list(plan.hardware.notes)},
+        "hardware": {**plan.hardware._asdict(), "notes": list(plan.hardware.notes)},
         "config": plan.ds_config(),
         "settings": list(plan.settings),
         "zplan": {**{name: getattr(c, name) for name in EXTRAS}, "device": c.device, **_whole_choice(c)},
@@ -126,7 +126,7 @@ def _document(plan: Plan) -> dict[str, Any]:
             "peak_bytes": plan.peak_bytes,
             "peak_phase": plan.ledger.peak_phase(),
             "phases": list(plan.ledger.phases),
-            "lines": [{**asdict(x), "spans": [list(s) for s in x.spans]} for x in plan.ledger.lines],
+            "lines": [{**x._asdict(), "spans": [list(s) for s in x.spans]} for x in plan.ledger.lines],
         },
         "notes": list(plan.notes),
     }

@@ -118,7 +118,7 @@ def _read_model(block: dict[str, Any], where: str) -> tuple[ModelSpec, str]:
 def _read_adapters(spec: ModelSpec, block: dict[str, Any], where: str) -> ModelSpec:
     from zplan.planner.adapters import adapt, linear_modules
 
-    _whole(block, _names(Adapters), where)
+    _whole(block, Adapters._fields, where)
     known = linear_modules(spec)
     targets = tuple(want_one_of("targets", where, x, known) for x in want_list("targets", where, block["targets"]))
     adapters = Adapters(
@@ -144,7 +144,7 @@ def _optional_int(name: str, where: str, value: object) -> int | None:
 
 
 def _read_hardware(block: dict[str, Any], where: str) -> Hardware:
-    _whole(block, _names(Hardware), where)
+    _whole(block, Hardware._fields, where)
     return Hardware(
         world_size=want_int("world_size", where, block["world_size"]),
         nodes=want_int("nodes", where, block["nodes"]),
@@ -199,7 +199,7 @@ def _read_other(
 def _read_decision(value: Any, where: str) -> Decision:
     where = f"`chosen` of {where}"
     block = want_object("chosen", where, value)
-    _whole(block, _names(Decision), where)
+    _whole(block, Decision._fields, where)
     return Decision(
         name=want_str("name", where, block["name"]),
         value=block["value"],
@@ -220,7 +220,7 @@ def _read_ledger(block: dict[str, Any], where: str) -> Ledger:
 
 def _read_line(block: dict[str, Any], where: str, num_phases: int) -> Line:
     where = f"`lines` of {where}"
-    _whole(block, _names(Line), where)
+    _whole(block, Line._fields, where)
     spans = []
     for span in want_list("spans", where, block["spans"]):
         pair = [want_int("spans", where, x, least=0) for x in want_list("spans", where, span)]

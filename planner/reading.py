@@ -100,15 +100,20 @@ def kind_of(value: object) -> str:
     return "a list" if isinstance(value, (list, tuple)) else "an object" if isinstance(value, Mapping) else repr(value)
 
 
-def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Refuse the first key that is not known, naming the nearest one."""
+MOST_LISTED = 20
+"""Known keys that an error lists where a page of the documentation lists them too."""
+
+
+def check_keys(given: Iterable[str], known: Iterable[str], where: str, *, page: str | None = None) -> None:
+    """Refuse the first key that is not known, naming the nearest ones, else all, or the page that lists them."""
     known = list(known)
     for key in given:
         if key not in known:
-            near = did_you_mean(str(key), known)
-            raise ZplanError(
-                f"unknown key `{key}` in {where}", near or f"remove it; known keys: {', '.join(sorted(known))}"
-            )
+            listed = f"known keys: {', '.join(sorted(known))}"
+            if page is not None and len(known) > MOST_LISTED:
+                listed = f"`{page}` lists the {len(known)} keys that are known"
+            hint = did_you_mean(str(key), known, most=3) or f"remove it; {listed}"
+            raise ZplanError(f"unknown key `{key}` in {where}", hint)
 
 
 def refuse_type(name: str, where: str, value: object, need: str) -> ZplanError:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from zplan.planner.config import (
     Attention,
@@ -86,8 +86,7 @@ def flag_of(name: str) -> str:
     return known if known.startswith("--") else "--" + name.replace("_", "-")
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """Adapters that were asked for, before the model is known."""
 
     rank: int
@@ -185,6 +184,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
     tuning = _tuning(given)
     if {"runtime", *PARALLEL} & set(fixed):
         check_request(fixed)
+        _drop_zplans_own(fixed, fixed_by, settings)
         if fixed.get("runtime") == "deepspeed" and "config" in given:
             fixed["zero"] = _sizes(given["config"])
         if tuning is not None and fixed.get("runtime", "zplan") != "zplan":
@@ -210,6 +210,17 @@ def make_request(given: Mapping[str, Any]) -> Request:
         asked=asked,
         notes=notes,
     )
+
+
+def _drop_zplans_own(fixed: dict[str, Any], fixed_by: dict[str, str], settings: dict[str, Any]) -> None:
+    """Another runtime has none of what only zplan's does; a note has told so (`planner/peer_keys.py`)."""
+    from zplan.planner.peer_keys import ZPLAN_ONLY
+
+    if fixed.get("runtime", "zplan") != "zplan":
+        settings.pop("max_live", None)
+        for name in (*ZPLAN_ONLY, "piece_numel", "persist_numel"):
+            fixed.pop(name, None)
+            fixed_by.pop(name, None)
 
 
 def _sizes(config: str | os.PathLike[str] | Mapping[str, Any]) -> ZeroSizes:
@@ -408,7 +419,7 @@ def _merge_config(
 
     source = "config" if isinstance(config, Mapping) else os.path.basename(os.fspath(config))
     mapping, loose = (config, ()) if isinstance(config, Mapping) else read_config(config)
-    found, notes = read_settings(mapping, source=source)
+    found, notes = read_settings(mapping, source=source, runtime=fixed.get("runtime", "zplan"))
     notes = (*loose, *notes)
     batch = {"train_batch_size", "micro_batch", "accumulation"}
     if batch & set(found) == {"train_batch_size"} and not {"micro_batch", "accumulation"} & set(fixed):

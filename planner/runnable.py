@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
@@ -12,8 +12,7 @@ from zplan.planner.optimizers import KINDS, kind_of
 from zplan.planner.peer_rules import NAMES
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """One thing that zplan's runtime does not do."""
 
     key: str

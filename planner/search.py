@@ -25,7 +25,7 @@ from zplan.planner.comm import Traffic, traffic
 from zplan.planner.config import Checkpointing, Choice, Offload
 from zplan.planner.errors import ZplanError
 from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable, unfolded
-from zplan.planner.halving import Lazy, largest_multiple
+from zplan.planner.halving import largest_multiple, last_good
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line
 from zplan.planner.overhead import overhead_lines
@@ -205,9 +205,10 @@ class Search:
             fixed.setdefault("attention", "eager")
         if not self.hardware.bf16:
             fixed.setdefault("precision", "fp16")
-        if self.hardware.nodes > 1:
+        own = fixed.get("runtime", "zplan") == "zplan"
+        if own and self.hardware.nodes > 1:
             fixed.setdefault("reduce", "exchange" if fixed.get("deterministic") else "scatter")
-        elif self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
+        elif own and self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
             fixed.setdefault("transport", "copies")
         if offload is not None:
             fixed["offload"] = offload
@@ -352,7 +353,7 @@ class Search:
         for checkpointing in self.checkpointings:
             open_and_none = checkpointing == "none" and len(self.checkpointings) > 1
             good = _is_roomy if open_and_none else _fits
-            row = Lazy([self.choice(stage, b, checkpointing) for b in batches], self.row).last(good)
+            row = last_good([self.choice(stage, b, checkpointing) for b in batches], self.row, good)
             if row is not None:
                 found.append(row)
                 if self.clock is None:
@@ -383,7 +384,7 @@ class Search:
         if shared:
             fixed = {k: v for k, v in self.request.fixed.items() if k not in shared}
             alone = replace(self, request=replace(self.request, fixed=fixed), memo={})
-            return alone.best(alone.stages[0], [replace(b, world_size=1) for b in alone.batches(self.ranks)])
+            return alone.best(alone.stages[0], [b._replace(world_size=1) for b in alone.batches(self.ranks)])
         world_size = self.ranks
         times = world_size if self.request.get("global_batch") else 1
         offload = self.request.get("offload")
@@ -400,9 +401,10 @@ class Search:
         def spare(seq: int) -> int:
             return self.row(replace(row.choice, seq=seq)).spare_bytes
 
-        if spare(limit) >= 0:
+        at_limit = spare(limit)
+        if at_limit >= 0:
             return limit
-        return largest_multiple(spare, SEQ_STEP, below=limit, near=row.choice.seq)
+        return largest_multiple(spare, SEQ_STEP, below=limit, near=row.choice.seq, below_spare=at_limit)
 
 
 def _fits(row: Row) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from zplan.planner.errors import ZplanError
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
@@ -16,8 +15,7 @@ MOST_PARAMS = 10**13
 """Beyond any model there is; a typing error larger than this would only keep the machine busy."""
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A model and what is known about it."""
 
     spec: ModelSpec

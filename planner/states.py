@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Line, Tier
@@ -83,7 +82,7 @@ def moment_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
 
 
 def _as_estimate(line: Line, kind: OptimizerKind) -> Line:
-    return line if kind.runnable else replace(line, source="estimate", note=kind.note or f"{kind.name} as published")
+    return line if kind.runnable else line._replace(source="estimate", note=kind.note or f"{kind.name} as published")
 
 
 def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[int, int]) -> list[Line]:
@@ -96,11 +95,11 @@ def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[
         note = f"replicated on {choice.world_size} ranks: {why}"
     lines = [
         *by_class("params.frozen.shard", shards, "states"),
-        *(replace(line, note=note) for line in by_class("params.frozen.whole", whole, "states")),
+        *(line._replace(note=note) for line in by_class("params.frozen.whole", whole, "states")),
         *_constant_lines(placements, always, note),
     ]
     nf4 = "two elements a byte, 8-bit constants of 64, fp32 constants of 16,384 (nf4, double quantization)"
-    return [replace(x, source="estimate", note=nf4) if x.id.endswith(f".{NF4_CLASS}") else x for x in lines]
+    return [x._replace(source="estimate", note=nf4) if x.id.endswith(f".{NF4_CLASS}") else x for x in lines]
 
 
 def _constant_lines(placements: Sequence[Placement], always: tuple[int, int], note: str) -> list[Line]:
@@ -131,9 +130,16 @@ def num_rows(placements: Sequence[Placement], choice: Choice) -> int:
     """
     count = 0
     for p in placements:
-        runs = [] if p.frozen else group_runs(p)
-        spans = [(x.offset, x.offset + x.numel) for x in p.layout.pieces] if shards_states(choice) else [(0, None)]
-        count += sum(end > lo and (hi is None or start < hi) for lo, hi in spans for start, end, _ in runs)
+        if p.frozen:
+            continue
+        spans = [(x.offset, x.offset + x.numel) for x in p.layout.pieces]
+        if not shards_states(choice):
+            spans = [(0, p.layout.padded_numel)]
+        runs = group_runs(p)
+        if len(runs) == 1:
+            count += sum(hi > lo for lo, hi in spans)
+        else:
+            count += sum(end > lo and start < hi for lo, hi in spans for start, end, _ in runs)
     return count
 
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from zplan.planner.layout import ceil_to
 from zplan.planner.strides import dense_like, is_dense, row_major
@@ -178,38 +177,37 @@ class InputLeaf(Node):
         self.kept = [value.alias()]
 
 
-@dataclass
 class UnitGradients:
     """Gradients of one unit that wait for its last one."""
 
-    name: str
-    missing: int = 0
-    landed: int = 0
-    arrived: list[Value] = field(default_factory=list)
+    __slots__ = ("arrived", "landed", "missing", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.missing, self.landed = name, 0, 0
+        self.arrived: list[Value] = []
 
 
 class StopRecompute(Exception):
     """Raised when a recomputed block has saved as much as its first run did."""
 
 
-@dataclass
 class Frame:
     """One checkpointed call: how to run it again, what it was called with, what came back of it."""
 
-    run: Callable[..., object]
-    inputs: list[Value]
-    packed: int = 0
-    recomputed: Gradients | None = None
-    kept: list[list[Value]] | None = None
-    """Selective: the results of products in order, which are not made again; None: everything is."""
-    taken: int = 0
-    """How many of `kept` a second run has used."""
-    away: Away | None = None
-    """What stands for the first input while it waits in host memory."""
+    __slots__ = ("away", "inputs", "kept", "packed", "recomputed", "run", "taken")
+
+    def __init__(self, run: Callable[..., object], inputs: list[Value], *, selective: bool) -> None:
+        self.run, self.inputs, self.packed = run, inputs, 0
+        self.recomputed: Gradients | None = None
+        self.kept: list[list[Value]] | None = [] if selective else None
+        """Selective: the results of products in order, which are not made again; None: everything is."""
+        self.taken = 0
+        """How many of `kept` a second run has used."""
+        self.away: Away | None = None
+        """What stands for the first input while it waits in host memory."""
 
 
-@dataclass(frozen=True)
-class Away:
+class Away(NamedTuple):
     """A value that left the device: its shape and itemsize, and the node that it had."""
 
     shape: tuple[int, ...]
@@ -217,12 +215,11 @@ class Away:
     node: Node | None
 
 
-@dataclass
-class Packed:
+class Packed(NamedTuple):
     """Place of a saved value in a checkpointed call."""
 
     frame: Frame
-    index: int
+    place: int
 
 
 Saved = Value | Packed
@@ -405,7 +402,7 @@ class Tape:
         offload
             Let the first input wait in host memory: it is on the device in forward, and from the second run on.
         """
-        frame = Frame(run, [v.alias_with_node() for v in inputs], kept=[] if selective else None)
+        frame = Frame(run, [v.alias_with_node() for v in inputs], selective=selective)
         if offload:
             first = frame.inputs.pop(0)
             frame.away = Away(first.shape, first.itemsize, first.node)
@@ -449,8 +446,8 @@ class Tape:
         if frame.recomputed is None:
             self._recompute(frame)
         assert frame.recomputed is not None
-        value = frame.recomputed[saved.index]
-        frame.recomputed[saved.index] = None
+        value = frame.recomputed[saved.place]
+        frame.recomputed[saved.place] = None
         assert value is not None, "a recomputed value was taken twice"
         return value
 

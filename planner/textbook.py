@@ -6,15 +6,14 @@ parameter; stage 1 splits the last twelve, stage 2 the gradients too, stage 3 ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zplan.planner.config import Choice
 from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import shards_states, splits_masters
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """Bytes a parameter: `whole` on every rank, `split` divided by the ranks."""
 
     whole: int

@@ -7,8 +7,7 @@ A node's ranks share its host memory, pinned or not, and its disks. What one ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from zplan.planner.ledger import Tier
 
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from zplan.planner.ledger import Ledger
 
 
-@dataclass(frozen=True)
-class OffDevice:
+class OffDevice(NamedTuple):
     """What one rank takes at most beside its card, and its share of what a node has."""
 
     host_bytes: int = 0
@@ -54,8 +52,7 @@ class OffDevice:
 Memory = Literal["device", "host", "pinned", "host and pinned", "nvme"]
 
 
-@dataclass(frozen=True)
-class TierUse:
+class TierUse(NamedTuple):
     """What one memory holds at its fullest, over the step and all that `zplan run` does beside it."""
 
     tier: Memory

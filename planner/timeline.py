@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zplan.planner.models import Unit
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     """Named phases of one micro-step and the optimizer step that follows it.
 
     With accumulation all micro-steps look the same, since their gradients persist, so one stands for all.
     """
 
     phases: tuple[str, ...]
-    index: dict[str, int]
+    index_of: dict[str, int]
 
     def at(self, phase: str) -> int:
-        return self.index[phase]
+        return self.index_of[phase]
 
     @property
     def always(self) -> tuple[int, int]:
@@ -32,7 +31,7 @@ class Timeline:
 
     def from_reduce(self, unit: str) -> tuple[int, int]:
         """From a unit's reduce to the optimizer step: the life of a gradient shard that is born late."""
-        return self.index[f"reduce.{unit}"], len(self.phases) - 1
+        return self.index_of[f"reduce.{unit}"], len(self.phases) - 1
 
 
 def timeline(units: Sequence[Unit]) -> Timeline:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.config import Choice
@@ -16,8 +16,7 @@ from zplan.planner.units import format_gib, format_percent, format_small
 Code = Literal["one-gpu", "replicate", "shard", "no-fit", "open"]
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """One value of the choice and where it came from."""
 
     name: str
@@ -27,8 +26,7 @@ class Decision:
     reason: str
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The answer in words."""
 
     code: Code
@@ -223,7 +221,7 @@ _DEFAULTS: dict[str, str] = {
 }
 """Choices with a plain default, and why that default."""
 
-_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving", "kernels", "compile")
+_ZPLAN_ONLY = ("ring_slots", "piece_numel", "saving", "kernels", "compile", "reduce", "transport")
 """Those that no other runtime knows."""
 
 

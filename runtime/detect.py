@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -90,7 +90,7 @@ def find_units(
         f = _own(name, kind, module, params, owner, groups or {})
         plain = isinstance(module, (nn.Embedding, nn.Linear)) and type(module).__module__.startswith(PLAIN_CLASSES)
         if known and kind in ("embed", "head") and plain:
-            f.unit = replace(f.unit, guest=True)
+            f.unit = f.unit._replace(guest=True)
         if f.params or f.frozen or f.reads:
             found.append(f)
     _check_patterns([f.unit.name for f in found], resident, "resident")

@@ -155,7 +155,7 @@ def test_laws(case, device):
 
 def test_one_byte_off_is_noticed():
     ledger = predict(LLAMA, choose(3, 10))
-    broken = [replace(x, nbytes=x.nbytes + 1) if x.id == "act.block.saved" else x for x in ledger.lines]
+    broken = [x._replace(nbytes=x.nbytes + 1) if x.id == "act.block.saved" else x for x in ledger.lines]
     observed = observe(LLAMA, choose(3, 10))
     assert Ledger(ledger.phases, tuple(broken)).per_phase()[2] == observed["forward.blocks.0"] + 1
 

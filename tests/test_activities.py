@@ -60,7 +60,7 @@ def predicted(arch, engine):
 def in_memory(activity):
     """Bytes of an activity on a CPU, where host and device are one. What torch takes inside an op nobody sees."""
     ledger = activity.ledger
-    lines = [replace(x, tier="device") for x in ledger.lines if x.id != "summon.checksum"]
+    lines = [x._replace(tier="device") for x in ledger.lines if x.id != "summon.checksum"]
     return merge(ledger.phases, lines).peak_bytes()
 
 

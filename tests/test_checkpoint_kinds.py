@@ -114,7 +114,7 @@ def test_offloaded_inputs_wait_in_pinned_memory(device, every):
     here, away = activation_ledger(LLAMA, base), activation_ledger(LLAMA, replace(base, checkpoint_offload=True))
     line = away.line("act.block.checkpoint")
     hidden = 3 * 16 * LLAMA.hidden * 2
-    assert (line.tier, line.nbytes, line.count) == ("pinned", hidden, -(-LLAMA.layers // every))
+    assert (line.tier, line.nbytes, line.instances) == ("pinned", hidden, -(-LLAMA.layers // every))
     assert away.peak_bytes("pinned") == line.total_bytes and here.peak_bytes("pinned") == 0
     at = away.phases.index("loss")
     # At the turn the device holds none of them; the last block's output is the norm's, not a checkpoint.

@@ -114,7 +114,14 @@ def test_what_is_left_out_has_deepspeeds_meaning():
     ("mapping", "message", "hint"),
     [
         ({"micro_batch_size": 8}, "unknown key `micro_batch_size`", "`train_micro_batch_size_per_gpu`"),
-        ({"gradient_cliping": 1}, "unknown key `gradient_cliping` in `ds.json`", "`gradient_clipping`"),
+        ({"gradient_cliping": 1}, "unknown key `gradient_cliping` in `ds.json`", "did you mean `gradient_clipping`?"),
+        (
+            {"gradient_checkpointing": True},
+            "unknown key `gradient_checkpointing`",
+            "did you mean `gradient_clipping`, `activation_checkpointing` or `checkpoint`?",
+        ),
+        ({"foo_bar": 1}, "unknown key `foo_bar`", "remove it; `docs/config.md` lists the "),
+        ({"zplan": {"foo_bar": 1}}, "unknown key `foo_bar`", "remove it; known keys: attention, checkpoint_every, "),
         (
             {"zero_optimization": {"stage3_param_persitence_threshold": 1}},
             "unknown key `stage3_param_persitence_threshold` in `zero_optimization` of `ds.json`",

@@ -161,4 +161,4 @@ def test_workspaces_follow_the_card():
         return next(x for x in lines if x.id == "overhead.cublas")
 
     assert (workspace("8.9").nbytes, workspace("9.0").nbytes, workspace("").nbytes) == (9 * MIB, 32 * MIB, 32 * MIB)
-    assert workspace("8.9").count == 2
+    assert workspace("8.9").instances == 2

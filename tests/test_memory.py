@@ -41,7 +41,7 @@ def changed(ledger: Ledger, change: str) -> Ledger:
     if change.startswith("one byte"):
         line_id = change.rpartition(" ")[2]
         assert any(x.id == line_id for x in ledger.lines)
-        lines = (replace(x, nbytes=x.nbytes + 1) if x.id == line_id else x for x in ledger.lines)
+        lines = (x._replace(nbytes=x.nbytes + 1) if x.id == line_id else x for x in ledger.lines)
         return replace(ledger, lines=tuple(lines))
     if change.startswith("without"):
         return replace(ledger, lines=tuple(x for x in ledger.lines if x.id != change.rpartition(" ")[2]))

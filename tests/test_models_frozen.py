@@ -139,7 +139,7 @@ def test_frozen_lines_are_exact(run_ranks, precision):
             if stage == 3:
                 shard = ids["params.frozen.shard.frozen2"]
                 assert (
-                    shard.count == 4
+                    shard.instances == 4
                     and frozen_layer * itemsize / 2 <= shard.nbytes < frozen_layer * itemsize / 2 + 2048
                 )
             else:

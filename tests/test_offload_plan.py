@@ -102,8 +102,8 @@ def test_nvme_takes_whole_sectors_and_needs_buffers_on_the_host():
     assert {x.id.rpartition(".")[0] for x in files} == {*STATES, "params.shard"}
     largest = max(p.owned_numel for p in place(SPEC, choose()))
     states = next(x for x in ledger.lines if x.id == "offload.nvme.states")
-    assert states.count == 3 and states.nbytes >= 3 * 4 * largest
-    assert next(x for x in ledger.lines if x.id == "offload.nvme.params").count == choose().ring_slots + 1
+    assert states.instances == 3 and states.nbytes >= 3 * 4 * largest
+    assert next(x for x in ledger.lines if x.id == "offload.nvme.params").instances == choose().ring_slots + 1
 
 
 def test_a_ratio_takes_the_first_units_up_to_it():

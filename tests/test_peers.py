@@ -407,7 +407,7 @@ def test_a_config_says_deepspeeds_sizes():
     expected = ZeroSizes(200_000_000, overlap_comm=False, stage3_max_live_parameters=30_000_000)
     assert e.row.choice.zero == expected
     bucket = e.row.ledger.line("grads.ipg")
-    assert (bucket.nbytes, bucket.count) == (2 * 200_000_000, 1)
+    assert (bucket.nbytes, bucket.instances) == (2 * 200_000_000, 1)
     config["data_types"] = {"grad_accum_dtype": "fp32"}
     with pytest.raises(ZplanError, match="`grad_accum_dtype` of `config` is fp32"):
         zplan.estimate("llama-3.2-1b", gpus=4, mem=80, runtime="deepspeed", config=config)

@@ -111,7 +111,7 @@ def test_a_quantized_base_trains_like_one_process_with_its_bytes_in_the_ledger(r
             # Per layer 16 scales and 16 codes in fp32, and one scale of the scales; the integers are half a byte.
             assert lines["params.frozen.constants"].nbytes == 4 * 4 * (WIDTH * WIDTH // BLOCK + 16 + 1)
             assert lines["params.frozen.whole.frozen"].nbytes == WIDTH * WIDTH // 2
-            assert lines["params.frozen.whole.frozen"].count == 4
+            assert lines["params.frozen.whole.frozen"].instances == 4
             assert "replicated on 2 ranks" in lines["params.frozen.constants"].note
 
 

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zplan.planner.adapters import adapt, find_targets
 from zplan.planner.comm import traffic
 from zplan.planner.config import Choice, Offload
 from zplan.planner.folding import unfolded
 from zplan.planner.hardware import Hardware
-from zplan.planner.models import Architecture, ModelSpec, decoder_units
+from zplan.planner.models import Adapters, Architecture, ModelSpec, decoder_units
 from zplan.planner.sources import model_from
 from zplan.planner.speeds import EFFICIENCY, speeds
 from zplan.planner.step_time import (
@@ -36,7 +37,7 @@ def decoder(layers, hidden, heads, ffn, vocab, kv_heads=None):
 
 SHAPES = {"1.3b": decoder(24, 2048, 16, 5504, 32000), "7b": decoder(32, 4096, 32, 11008, 32000)}
 TINY = decoder(5, 64, 4, 160, 256, kv_heads=2)
-FROZEN = replace(TINY, units=tuple(replace(u, frozen=u.kind == "block") for u in TINY.units))
+FROZEN = replace(TINY, units=tuple(u._replace(frozen=u.kind == "block") for u in TINY.units))
 """Trained outside of its blocks only."""
 
 
@@ -67,6 +68,44 @@ def test_a_decoder_is_counted_to_the_operation():
     scores = 3 * 5 * 4 * 32 * 32 * 16  # B L H T T D
     assert work.forward.flops - fused.forward.flops == 2 * scores
     assert fused.backward.flops - 2 * (fused.forward.flops - 2 * scores) == 5 * scores
+
+
+def adapted(spec, rank=4, targets="q,v"):
+    return adapt(spec, Adapters(rank, find_targets(spec, targets)))
+
+
+@pytest.mark.parametrize(("targets", "names"), [("q,v", {"q", "v"}), ("all-linear", {*"qkvo", "gate", "up", "down"})])
+def test_a_frozen_base_makes_no_weight_gradients(targets, names):
+    """Operations by hand: a frozen map's backward is one product, an adapter's has all, and nothing leaves block 0."""
+    a, tokens, rank = TINY.arch, 3 * 32, 4
+    heads, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    shapes = {"q": (a.hidden, heads), "k": (a.hidden, narrow), "v": (a.hidden, narrow), "o": (heads, a.hidden)}
+    shapes |= {"gate": (a.hidden, a.ffn), "up": (a.hidden, a.ffn), "down": (a.ffn, a.hidden)}
+    forward = backward = 2 * tokens * a.hidden * a.vocab  # The head's: its input's gradient alone.
+    scores = 2 * 3 * a.heads * 32 * 32 * a.head_dim
+    for block in range(a.layers):
+        for name, (wide, out) in shapes.items():
+            base, down, up = (2 * tokens * n for n in (wide * out, wide * rank, rank * out))
+            first = not block and name in ("q", "k", "v")  # Their input is the frozen embedding's.
+            forward += base + (down + up if name in names else 0)
+            backward += (0 if first else base) + (down * (2 - first) + 2 * up if name in names else 0)
+        forward += 2 * scores
+        backward += 4 * scores - (0 if block or "k" in names else scores)
+    work = step_work(a, Choice(0, 1, 3, seq=32, attention="eager"), adapted(TINY, rank, targets).adapters)
+    assert (work.forward.products, work.backward.products) == (forward, backward)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_take_two_thirds_of_a_full_step_and_hardly_an_optimizer(stage):
+    full, lora = (timed(spec, Choice(stage, 8)) for spec in (SHAPES["7b"], adapted(SHAPES["7b"], 16)))
+    assert 0.65 < lora.compute / full.compute < 0.75  # attention and what is written are as they were
+    assert lora.total < 0.75 * full.total
+    assert lora.optimizer < full.optimizer / 500 and lora.reduces < full.reduces / 2
+    # MFU counts what is asked for: 4 operations of a frozen parameter, 6 of an adapter's.
+    trained, frozen = matrix_params(adapted(SHAPES["7b"], 16))
+    attention = 12 * 32 * 4096 * 2048
+    assert model_flops(adapted(SHAPES["7b"], 16), 2048) == 6 * trained + 4 * frozen + attention
+    assert trained == 32 * 2 * 2 * 16 * 4096 and frozen == matrix_params(SHAPES["7b"])[0]
 
 
 def test_checkpointing_runs_blocks_again_up_to_the_last_thing_saved():

@@ -68,7 +68,7 @@ def test_lines_of_symmetric_memory():
     assert sorted(sizes) == sorted(
         [b.line("params.ring.block").nbytes] * copies.ring_slots + [b.line("grads.slot").nbytes]
     )
-    assert (b.line("shared.tables").nbytes, b.line("shared.tables").count) == (8 * 8, 2 * len(sizes))
+    assert (b.line("shared.tables").nbytes, b.line("shared.tables").instances) == (8 * 8, 2 * len(sizes))
     (pages,) = page_lines(place(SPEC, copies), copies, timeline(SPEC.units))
     assert 0 < pages.nbytes <= len(sizes) * 2**21 and (pages.nbytes + sum(sizes)) % 2**21 == 0
 

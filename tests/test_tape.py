@@ -1,7 +1,5 @@
 """The rules of the tape one by one, each beside what torch does."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +12,7 @@ from zplan.planner.tape import PRIME_B, PRIME_T, TILE_128, WIDTH, Tape, UnitGrad
 
 def start(*, in_place: bool = False) -> tuple[Tape, Aten]:
     tape = Tape(in_place_accumulation=in_place)
-    return tape, Aten(tape, replace(DEVICES["cpu"], in_place_accumulation=in_place))
+    return tape, Aten(tape, DEVICES["cpu"]._replace(in_place_accumulation=in_place))
 
 
 def peak(tape: Tape, phase: int = -1, b: int = 1, t: int = 1) -> int:

@@ -1,7 +1,6 @@
 """Host, pinned and NVMe memory of a node beside the card: what the ranks take together, and the verdict."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -98,5 +97,5 @@ def test_json_names_every_memory_and_activity():
 def test_an_unknown_size_is_shown_and_not_judged():
     row = uses()["host"]
     assert row.limit_bytes is None and row.over_bytes == 0
-    assert replace(row, limit_bytes=GIB).over_bytes == row.per_node_bytes - GIB
+    assert row._replace(limit_bytes=GIB).over_bytes == row.per_node_bytes - GIB
     assert Line("x", 8, ((0, 0),), "buffers", "nvme").tier == "nvme"
