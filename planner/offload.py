@@ -58,9 +58,9 @@ def move_lines(lines: Sequence[Line], placements: Sequence[Placement], choice: C
         kept += _without(line, placements, moved, choice)
     return [
         *kept,
-        *_masters(moved, choice, time),
+        *_weights(moved, choice, time),
         *_gradients(moved, choice, time),
-        *_shards(placements, moved, choice, time, have={x.id for x in kept}),
+        *_shards(moved, choice, time),
         *_buffers(placements, moved, lines, choice, time),
     ]
 
@@ -68,6 +68,8 @@ def move_lines(lines: Sequence[Line], placements: Sequence[Placement], choice: C
 def _class_of(line: Line, placements: Sequence[Placement]) -> list[Placement]:
     """The trained units that a line has one instance of each for; none where it is no such line."""
     found = [p for p in placements if not p.frozen and line.id.endswith(f".{p.size_class}")]
+    if line.id.startswith("params.shard."):
+        found = [p for p in found if p.ringed]
     return found if len(found) == line.instances else []
 
 
@@ -76,7 +78,7 @@ def _without(line: Line, placements: Sequence[Placement], moved: Sequence[Placem
     names = {p.unit.name for p in moved}
     if line.id.startswith("params.frozen.shard.") and choice.offload.params != "none":
         return [_away(line, TIERS[choice.offload.params])]
-    if not line.id.startswith(("optim.", "grads.shard.", "grads.full.")):
+    if not line.id.startswith(("optim.", "grads.shard.", "grads.full.", "params.shard.")):
         return [line]
     units = _class_of(line, placements)
     if not units:
@@ -86,7 +88,7 @@ def _without(line: Line, placements: Sequence[Placement], moved: Sequence[Placem
     for p, span in zip(units, line.spans, strict=True):
         (there if p.unit.name in names else here).append(span)
     stays = [line._replace(spans=tuple(here))] if here else []
-    if not there or line.id.startswith("grads."):
+    if not there or line.id.startswith(("grads.", "params.")):
         return stays
     return [*stays, _away(line._replace(spans=tuple(there)), TIERS[choice.offload.optimizer])]
 
@@ -97,12 +99,18 @@ def _away(line: Line, tier: Tier) -> Line:
     return line._replace(tier=tier, nbytes=nbytes, source="estimate", note=NOTE, low=nbytes, high=nbytes)
 
 
-def _masters(moved: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """fp32 masters of units whose flat buffer was their own master: the host steps on a copy."""
-    rows = [
-        (p, p.owned_numel * FP32, time.always) for p in moved if not p.has_master and kind_of(choice.optimizer).master
-    ]
-    return [_away(line, TIERS[choice.offload.optimizer]) for line in by_class("optim.master", rows, "states")]
+def _weights(moved: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """What the host steps on where nothing else there is it: masters of units whose flat buffer was their own master.
+
+    Without fp32 masters it steps on the shards in the compute dtype; where these lie in another memory, on copies.
+    """
+    tier = TIERS[choice.offload.optimizer]
+    if kind_of(choice.optimizer).master:
+        rows = [(p, p.owned_numel * FP32, time.always) for p in moved if not p.has_master]
+        return [_away(line, tier) for line in by_class("optim.master", rows, "states")]
+    copied = [p for p in moved if not p.ringed or choice.offload.params != choice.offload.optimizer]
+    rows = [(p, p.owned_numel * choice.itemsize, time.always) for p in copied]
+    return [_away(line, tier) for line in by_class("optim.weights", rows, "states")]
 
 
 def _gradients(moved: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
@@ -111,12 +119,10 @@ def _gradients(moved: Sequence[Placement], choice: Choice, time: Timeline) -> li
     return [_away(line, "pinned") for line in by_class("grads.host", rows, "buffers")]
 
 
-def _shards(
-    placements: Sequence[Placement], moved: Sequence[Placement], choice: Choice, time: Timeline, *, have: set[str]
-) -> list[Line]:
+def _shards(moved: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """Shards in the compute dtype that slots are filled from."""
     rows = [(p, p.owned_numel * choice.itemsize, time.always) for p in moved if p.ringed]
-    lines = [line for line in by_class("params.shard", rows, "states") if line.id not in have]
+    lines = by_class("params.shard", rows, "states")
     if choice.offload.params == "none":
         return [line._replace(source="estimate", note=NOTE, low=line.nbytes, high=line.nbytes) for line in lines]
     return [_away(line, TIERS[choice.offload.params]) for line in lines]
@@ -150,11 +156,11 @@ def _buffers(
 
 
 def _largest_states(moved: Sequence[Placement], lines: Sequence[Line], choice: Choice) -> int:
-    """Bytes of all states of the unit that has most, in whole sectors each."""
-    master = kind_of(choice.optimizer).master
+    """Bytes of all states of the unit that has most, with the weights that are stepped on, in whole sectors each."""
+    weight = FP32 if kind_of(choice.optimizer).master else choice.itemsize
     return max(
         sum(ceil_to(x.nbytes, SECTOR) for x in lines if x.id.startswith("optim.") and x.id.endswith(f".{p.size_class}"))
-        + (ceil_to(p.owned_numel * FP32, SECTOR) if master and not p.has_master else 0)
+        + (0 if p.has_master else ceil_to(p.owned_numel * weight, SECTOR))
         for p in moved
     )
 

@@ -104,7 +104,7 @@ def read_sizes(config: Mapping[str, Any], source: str) -> ZeroSizes:
     Raises
     ------
     ZplanError
-        Where gradients are accumulated in a dtype that is not counted.
+        Where gradients are accumulated in a dtype that is not counted, or reduced without the buckets that are.
     """
     accumulated = dict(config.get("data_types") or {}).get("grad_accum_dtype")
     if accumulated is not None:
@@ -113,6 +113,11 @@ def read_sizes(config: Mapping[str, Any], source: str) -> ZeroSizes:
             "leave `data_types` out, or use --runtime zplan",
         )
     block = {UNPREFIXED.get(key, key): value for key, value in dict(config.get("zero_optimization") or {}).items()}
+    if block.get("contiguous_gradients") is False:
+        raise ZplanError(
+            f"`contiguous_gradients` of `{source}` is false, and DeepSpeed is counted with contiguous buckets alone",
+            "set it to true, with a `reduce_bucket_size` as small as the largest gradient where memory is short",
+        )
     found: dict[str, Any] = {}
     for item in fields(ZeroSizes):
         value = block.get(item.name)

@@ -15,6 +15,7 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.folding import by_part, fold, foldable
 from zplan.planner.models import ModelSpec, decoder_units
 from zplan.planner.offload import SECTOR, offloaded
+from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import place
 from zplan.planner.plan_file import load_plan, save_plan
 from zplan.planner.predict import predict
@@ -46,6 +47,7 @@ choices = st.builds(
     ),
     accumulation=st.integers(1, 3),
     precision=st.sampled_from(["bf16", "fp32"]),
+    optimizer=st.sampled_from(["adamw", "adamw-bf16"]),
 ).map(lambda c: replace(c, offload=replace(c.offload, params=c.offload.params if c.stage == 3 else "none")))
 
 
@@ -57,18 +59,56 @@ def test_no_state_is_lost_and_none_is_held_twice(choice):
     place_of = "pinned" if choice.offload.optimizer == "cpu" else "nvme"
     placements = place(SPEC, choice)
     moved = {p.unit.name for p in offloaded(placements, choice.offload)}
-    owned = {p.unit.name: p.owned_numel * 4 for p in placements}
+    owned = {p.unit.name: p.owned_numel for p in placements}
     away = sum(owned[name] for name in moved)
-    for state in ("optim.exp_avg.", "optim.exp_avg_sq."):
-        assert total(there, state, "device") == sum(owned.values()) - away
-        assert away <= total(there, state, place_of) <= away + SECTOR * len(moved)
-    assert total(there, "grads.host.", "pinned") == away
-    assert total(there, "optim.master.", place_of) >= away, "fp32 masters of resident units lie there too"
+    kind = kind_of(choice.optimizer)
+    for state in kind.states:
+        name, size = f"optim.{state.name}.", state.itemsize
+        assert total(there, name, "device") == size * (sum(owned.values()) - away)
+        assert size * away <= total(there, name, place_of) <= size * away + SECTOR * len(moved)
+    assert total(there, "grads.host.", "pinned") == 4 * away
+    assert_stepped_on_once(there, placements, moved, choice)
     gradients = ("grads.shard.", "grads.full.")
     assert (total(there, gradients, "device") == 0) == (len(moved) == len(placements))
     if moved and choice.offload.params == "none":  # else a ring on one rank takes masters that it did without
         assert total(there, "optim.", "device") < total(before, "optim.", "device")
     assert {x.source for x in there.lines if x.tier in ("pinned", "nvme")} <= {"estimate"}
+
+
+def assert_stepped_on_once(ledger, placements, moved, choice):
+    """What the host steps on lies where the moments do: masters, or without them shards or copies, once a unit."""
+    place_of = "pinned" if choice.offload.optimizer == "cpu" else "nvme"
+    masters = kind_of(choice.optimizer).master
+    size = 4 if masters else choice.itemsize
+    away = size * sum(p.owned_numel for p in placements if p.unit.name in moved)
+    stepped = ["optim.master.", "optim.weights."]
+    if not masters and choice.offload.params == choice.offload.optimizer:
+        stepped.append("params.shard.")
+    assert away <= sum(total(ledger, x, place_of) for x in stepped) <= away + SECTOR * len(moved)
+    if choice.offload.params != "none" and len(moved) == len(placements):
+        assert not total(ledger, "params.shard.", "device")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-bf16"])
+def test_offloaded_shards_leave_the_card_with_and_without_masters(optimizer):
+    """Llama 3.1 70B over 8 GPUs: what is left of the parameters is the ring and the final norm."""
+    more = {"stage": 3, "offload": "cpu", "offload_params": "cpu", "optimizer": optimizer}
+    e = zplan.estimate("llama-3.1-70b", gpus=8, mem=24, **more)
+    numel = e.model.num_params
+    assert not total(e.row.ledger, "params.shard.", "device")
+    shards = total(e.row.ledger, "params.shard.", "pinned")
+    assert 2 * numel // 8 * 0.999 < shards <= 2 * -(-numel // 8)
+    assert total(e.row.ledger, "params.", "device") < 5 * 10**9
+
+
+def test_without_masters_the_host_steps_on_the_shards_or_on_a_copy_of_them():
+    """2 bytes a parameter either way where both lie on the host; a copy beside shards that stay on the card."""
+    bf16 = {"optimizer": "adamw-bf16", "reduce_dtype": "bf16"}
+    both, optimizer_only = predict(SPEC, choose(3, 4, BOTH, **bf16)), predict(SPEC, choose(3, 4, CPU, **bf16))
+    owned = sum(p.owned_numel for p in place(SPEC, choose(3, 4, BOTH, **bf16)))
+    states = ("optim.exp_avg", "optim.weights.", "params.shard.", "grads.host.")
+    assert total(both, states, "pinned") == total(optimizer_only, states, "pinned") == 8 * owned
+    assert total(optimizer_only, "params.shard.", "device") > 0 == total(both, "params.shard.", "device")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -408,6 +408,9 @@ def test_a_config_says_deepspeeds_sizes():
     assert e.row.choice.zero == expected
     bucket = e.row.ledger.line("grads.ipg")
     assert (bucket.nbytes, bucket.instances) == (2 * 200_000_000, 1)
-    config["data_types"] = {"grad_accum_dtype": "fp32"}
-    with pytest.raises(ZplanError, match="`grad_accum_dtype` of `config` is fp32"):
-        zplan.estimate("llama-3.2-1b", gpus=4, mem=80, runtime="deepspeed", config=config)
+    for more, words in (
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "`grad_accum_dtype` of `config` is fp32"),
+        ({"zero_optimization": {**zero, "contiguous_gradients": False}}, "`contiguous_gradients` of `config` is false"),
+    ):
+        with pytest.raises(ZplanError, match=words):
+            zplan.estimate("llama-3.2-1b", gpus=4, mem=80, runtime="deepspeed", config={**config, **more})
