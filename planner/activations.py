@@ -29,6 +29,7 @@ from zplan.planner.families import DecoderTape, Recipe, StepTape
 from zplan.planner.fused import WEIGHT_SUM, check_compiled, chunk_tokens
 from zplan.planner.ledger import Line, Source
 from zplan.planner.models import Adapters, Architecture, ModelSpec, Unit, decoder_units
+from zplan.planner.sequence import IMAGES, POSITION_TABLES
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
 
 BATCH_PHASES = ("idle", "step")
@@ -141,6 +142,10 @@ def _class_tape(arch: Architecture) -> type[StepTape]:
         from zplan.planner.hfbert import BertTape
 
         return BertTape
+    if arch.family == "vit":
+        from zplan.planner.hfvit import VitTape
+
+        return VitTape
     from zplan.planner.hfgpts import TAPES
     from zplan.planner.hftape import ClassTape
 
@@ -225,7 +230,12 @@ def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
 def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
-    if arch.family in ("gpt2", "opt", "bert", "gptj") and choice.seq > arch.max_seq:
+    if arch.family in IMAGES and choice.seq != arch.max_seq:
+        raise ZplanError(
+            f"a sequence of {choice.seq} tokens is no image of {spec.name}, which is {arch.max_seq}",
+            f"use --seq {arch.max_seq}",
+        )
+    if arch.family in POSITION_TABLES and choice.seq > arch.max_seq:
         raise ZplanError(
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
@@ -255,6 +265,10 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
 
 def _check_class(arch: Architecture, choice: Choice) -> None:
     """Refuse what the op lists of Hugging Face classes leave out."""
+    if choice.padded and arch.family in IMAGES:
+        raise ZplanError(
+            f"`--padded`: images of model_type `{arch.family}` are all of one size, so none is padded", "leave it out"
+        )
     if choice.cross_entropy in ("fused", "chunked") and _own_head(arch):
         raise ZplanError(
             f"the head of model_type `{arch.family}` is no plain matrix, so `--loss {choice.cross_entropy}` has no "
@@ -314,15 +328,19 @@ def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = N
         choice.device,
         choice.precision,
         _recipe(choice),
-        *_extents(choice),
+        *_extents(arch, choice),
         choice.runtime,
     )
 
 
-def _extents(choice: Choice) -> tuple[int, int]:
-    """Batch and sequence of the tape: symbols, [Note: symbols] in tape.py. Chunks of tokens are cut of true numbers."""
+def _extents(arch: Architecture, choice: Choice) -> tuple[int, int]:
+    """Batch and sequence of the tape: symbols, [Note: symbols] in tape.py. Chunks of tokens are cut of true numbers,
+    and the patches of an image are the model's own.
+    """
     if choice.cross_entropy == "chunked":
         return choice.micro_batch, choice.seq
+    if arch.family in IMAGES:
+        return 1 if choice.micro_batch == 1 else PRIME_B, choice.seq
     return 1 if choice.micro_batch == 1 else PRIME_B, 1 if choice.seq == 1 else PRIME_T
 
 
@@ -347,7 +365,9 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
     make = DecoderTape if arch.runnable else _class_tape(arch)
     recipe = replace(_recipe(choice), checkpointing="none")
-    make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(*_extents(choice))
+    make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(
+        *_extents(arch, choice)
+    )
     scale = _scale(arch, choice)
     return {
         phase: max(_dot(v, scale) for v in levels)

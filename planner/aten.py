@@ -217,6 +217,23 @@ class Aten:
         self.tape.finish(node, out)
         return out
 
+    def cat_tokens(self, xs: Sequence[Value]) -> Value:
+        """Concatenation of (B, T, C) along T; the gradients are slices."""
+        shapes = [x.shape for x in xs]
+        node = self.tape.node(xs, lambda g, s: [g[0].view(n, g[0].strides) for n in shapes])
+        b, _, c = shapes[0]
+        out = self.tape.new((b, sum(n[1] for n in shapes), c), xs[0].itemsize, "cat")
+        self.tape.finish(node, out)
+        return out
+
+    def select_token(self, x: Value) -> Value:
+        """The first of (B, T, C), a view (B, C); its gradient is written into zeros."""
+        shape, itemsize = x.shape, x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "select.grad")])
+        out = x.view((shape[0], shape[2]), (x.strides[0], x.strides[2]))
+        self.tape.finish(node, out)
+        return out
+
     def to(self, x: Value, itemsize: int) -> Value:
         if x.itemsize == itemsize:
             return x

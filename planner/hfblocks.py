@@ -126,7 +126,7 @@ STYLES: dict[str, Style] = {
         feed=("fc1", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
     ),
-    # These three lay their layers out themselves: `planner/hfgpts.py`.
+    # These lay their layers out themselves: `planner/hfgpts.py`, `planner/hfvit.py`.
     "gptj": Style(
         norm="layer",
         act="gelu_new",
@@ -137,6 +137,14 @@ STYLES: dict[str, Style] = {
     ),
     "falcon": Style(norm="layer", act="gelu", gated=False, feed=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")),
     "bloom": Style(norm="layer", act="gelu", gated=False),
+    "vit": Style(
+        norm="layer",
+        act="gelu",
+        gated=False,
+        rotation=None,
+        attention=("attention", "o_proj"),
+        norms=("layernorm_before", "layernorm_after"),
+    ),
 }
 
 

@@ -47,6 +47,7 @@ ACTIVATIONS = {
     "opt": ("relu",),
     "gptj": ("gelu_new",),
     "bert": _GELU,
+    "vit": _GELU,
 }
 """Of the types whose activations are counted: what their op lists are for."""
 
@@ -113,6 +114,14 @@ def read_shape(kind: str, keys: Keys) -> Architecture:
         traits=tuple(sorted(traits.items())),
         dense_layers=shape.dense(keys, layers),
     )
+
+
+def taken_as(arch: Architecture) -> tuple[str, ...]:
+    """What is assumed of a batch that `--micro-batch` and `--seq` do not say."""
+    if arch.family == "vit":
+        size, patches = arch.trait("image"), arch.max_seq - 1
+        return (f"a sequence is one image, {size} x {size} pixels in fp32: {patches} patches and a class token",)
+    return ()
 
 
 def _divided(keys: Keys, hidden: int, heads: int) -> int:
@@ -309,12 +318,17 @@ def _vit(keys: Keys, hidden: int) -> Traits:
     patch, image = keys.integer("patch_size", 16), keys.integer("image_size", 224)
     patches = (image // patch) ** 2 + 1
     labels = keys.config.get("id2label")
+    vocab = keys.integer("num_labels", len(labels) if labels else 2)
+    # One number or several at once have another loss.
+    single = vocab > 1 and keys.text("problem_type", "single_label_classification") == "single_label_classification"
     return {
+        "not_counted": not single,
         "patch": patch,
         "channels": keys.integer("num_channels", 3),
+        "image": image,
         "patches": patches,
         "bias": keys.flag("qkv_bias", default=True),
-        "vocab": keys.integer("num_labels", len(labels) if labels else 2),
+        "vocab": vocab,
         "max_seq": patches,
     }
 

@@ -533,7 +533,10 @@ class Tape:
 
     def _accumulate(self, node: Accumulate, gradients: Gradients) -> Gradients:
         unit, gradient = node.unit, gradients[0]
-        assert gradient is not None and gradient.storage.refs == 1, "a shared gradient would be copied"
+        assert gradient is not None
+        if gradient.storage.refs > 1 and self._is_whole(gradient):
+            # Another node is to have it too, so it is copied. A part of a larger tensor is taken with all of that.
+            gradient = gradients[0] = self.new(gradient.shape, gradient.itemsize, "clone")
         gradient.storage.label = PARAMETER_GRADIENT
         unit.landed += 1
         if unit.name in self.held:
@@ -548,6 +551,10 @@ class Tape:
             self.enter(f"reduce.{unit.name}")
             self._retained, unit.arrived = unit.arrived, []
         return []
+
+    def _is_whole(self, value: Value) -> bool:
+        """Whether a value is all of its storage."""
+        return _split(value.numel * value.itemsize) == (value.storage.at, value.storage.coefficient)
 
     def close(self) -> None:
         """Note the last level."""
