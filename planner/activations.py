@@ -123,7 +123,12 @@ def counted(spec: ModelSpec) -> bool:
     arch = spec.arch
     if arch is None or arch.runnable:
         return arch is not None
-    return type_counted(arch.family) and not arch.dense_layers and not arch.trait("not_counted")
+    return type_counted(arch.family) and _dense_first(arch) and not arch.trait("not_counted")
+
+
+def _dense_first(arch: Architecture) -> bool:
+    """Whether all dense layers of a mixture of experts, where there are any, come before all sparse ones."""
+    return arch.dense_layers == tuple(range(len(arch.dense_layers)))
 
 
 def prefers_eager(arch: Architecture) -> bool:
@@ -146,6 +151,10 @@ def _class_tape(arch: Architecture) -> type[StepTape]:
         from zplan.planner.hfvit import VitTape
 
         return VitTape
+    if arch.family.startswith("deepseek"):
+        from zplan.planner.hfmla import TAPES as MLA_TAPES
+
+        return MLA_TAPES[arch.family]
     from zplan.planner.hfgpts import TAPES
     from zplan.planner.hftape import ClassTape
 
@@ -321,7 +330,7 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
 
 def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = None) -> Simulation:
     """The tape of a step of the first, a middle and the last block, for every batch and sequence at once."""
-    small = replace(arch, layers=_simulated(arch.layers, choice, adapters))
+    small = replace(arch, layers=_simulated(arch, choice, adapters))
     return _simulate(
         small,
         adapters,
@@ -348,11 +357,15 @@ def _recipe(choice: Choice) -> Recipe:
     return Recipe(**{f.name: getattr(choice, f.name) for f in fields(Recipe)})
 
 
-def _simulated(layers: int, choice: Choice, adapters: Adapters | None) -> int:
-    """How many blocks tell all about a model; in segments of several every block has a place of its own."""
+def _simulated(arch: Architecture, choice: Choice, adapters: Adapters | None) -> int:
+    """How many blocks tell all about a model; in segments of several every block has a place of its own.
+
+    Dense layers before sparse ones have one each, and so has the first sparse one, which borders on them.
+    """
     if choice.checkpointing == "full" and choice.checkpoint_every > 1:
-        return layers
-    return min(layers, SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS)
+        return arch.layers
+    dense = len(arch.dense_layers)
+    return min(arch.layers, max(SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS, dense and dense + 3))
 
 
 def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
@@ -361,7 +374,7 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     Blocks are all alike there, since nothing is kept for a backward: `forward.blocks.1` stands for those in between.
     """
     arch = _architecture(spec, choice)
-    table, small = DEVICES[choice.device], replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
+    table, small = DEVICES[choice.device], replace(arch, layers=_simulated(arch, choice, None))
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
     make = DecoderTape if arch.runnable else _class_tape(arch)
     recipe = replace(_recipe(choice), checkpointing="none")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -198,7 +199,9 @@ class Frame:
 
     run: Callable[..., object]
     inputs: list[Value]
-    packed: int = 0
+    packed: list[weakref.ref[Packed]] = field(default_factory=list)
+    """Places of what the call saved. Those of nodes that nothing leads to any more are dead by the time it runs again,
+    and what belongs there is not kept."""
     recomputed: Gradients | None = None
     kept: list[list[Value]] | None = None
     """Selective: the results of products in order, which are not made again; None: everything is."""
@@ -379,10 +382,12 @@ class Tape:
         if frame is None:
             return value.alias()
         if frame.recomputed is None:
-            frame.packed += 1
-            return Packed(frame, frame.packed - 1)
-        frame.recomputed.append(value.alias())
-        if len(frame.recomputed) == frame.packed:
+            place = Packed(frame, len(frame.packed))
+            frame.packed.append(weakref.ref(place))
+            return place
+        wanted = frame.packed[len(frame.recomputed)]() is not None
+        frame.recomputed.append(value.alias() if wanted else None)
+        if len(frame.recomputed) == len(frame.packed):
             raise StopRecompute
         return value.alias()
 
