@@ -30,6 +30,7 @@ from zplan.planner.families import DecoderTape, Recipe, StepTape
 from zplan.planner.fused import WEIGHT_SUM, check_compiled, chunk_tokens
 from zplan.planner.ledger import Line, Source
 from zplan.planner.models import Adapters, Architecture, ModelSpec, Unit, decoder_units
+from zplan.planner.sequence import IMAGES, POSITION_TABLES
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
 
 BATCH_PHASES = ("idle", "step")
@@ -120,7 +121,12 @@ def counted(spec: ModelSpec) -> bool:
     arch = spec.arch
     if arch is None or arch.runnable:
         return arch is not None
-    return type_counted(arch.family) and not arch.dense_layers and not arch.trait("not_counted")
+    return type_counted(arch.family) and _dense_first(arch) and not arch.trait("not_counted")
+
+
+def _dense_first(arch: Architecture) -> bool:
+    """Whether all dense layers of a mixture of experts, where there are any, come before all sparse ones."""
+    return arch.dense_layers == tuple(range(len(arch.dense_layers)))
 
 
 def prefers_eager(arch: Architecture) -> bool:
@@ -139,6 +145,14 @@ def _class_tape(arch: Architecture) -> type[StepTape]:
         from zplan.planner.hfbert import BertTape
 
         return BertTape
+    if arch.family == "vit":
+        from zplan.planner.hfvit import VitTape
+
+        return VitTape
+    if arch.family.startswith("deepseek"):
+        from zplan.planner.hfmla import TAPES as MLA_TAPES
+
+        return MLA_TAPES[arch.family]
     from zplan.planner.hfgpts import TAPES
     from zplan.planner.hftape import ClassTape
 
@@ -232,7 +246,12 @@ def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
 def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
-    if arch.family in ("gpt2", "opt", "bert", "gptj") and choice.seq > arch.max_seq:
+    if arch.family in IMAGES and choice.seq != arch.max_seq:
+        raise ZplanError(
+            f"a sequence of {choice.seq} tokens is no image of {spec.name}, which is {arch.max_seq}",
+            f"use --seq {arch.max_seq}",
+        )
+    if arch.family in POSITION_TABLES and choice.seq > arch.max_seq:
         raise ZplanError(
             f"a sequence of {choice.seq} tokens is longer than the {arch.max_seq} positions of {spec.name}",
             f"use --seq {arch.max_seq} or less",
@@ -262,6 +281,10 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
 
 def _check_class(arch: Architecture, choice: Choice) -> None:
     """Refuse what the op lists of Hugging Face classes leave out."""
+    if choice.padded and arch.family in IMAGES:
+        raise ZplanError(
+            f"`--padded`: images of model_type `{arch.family}` are all of one size, so none is padded", "leave it out"
+        )
     if choice.cross_entropy in ("fused", "chunked") and _own_head(arch):
         raise ZplanError(
             f"the head of model_type `{arch.family}` is no plain matrix, so `--loss {choice.cross_entropy}` has no "
@@ -314,22 +337,26 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
 
 def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = None) -> Simulation:
     """The tape of a step of the first, a middle and the last block, for every batch and sequence at once."""
-    small = replace(arch, layers=_simulated(arch.layers, choice, adapters))
+    small = replace(arch, layers=_simulated(arch, choice, adapters))
     return _simulate(
         small,
         adapters,
         choice.device,
         choice.precision,
         _recipe(choice),
-        *_extents(choice),
+        *_extents(arch, choice),
         choice.runtime,
     )
 
 
-def _extents(choice: Choice) -> tuple[int, int]:
-    """Batch and sequence of the tape: symbols, [Note: symbols] in tape.py. Chunks of tokens are cut of true numbers."""
+def _extents(arch: Architecture, choice: Choice) -> tuple[int, int]:
+    """Batch and sequence of the tape: symbols, [Note: symbols] in tape.py. Chunks of tokens are cut of true numbers,
+    and the patches of an image are the model's own.
+    """
     if choice.cross_entropy == "chunked":
         return choice.micro_batch, choice.seq
+    if arch.family in IMAGES:
+        return 1 if choice.micro_batch == 1 else PRIME_B, choice.seq
     return 1 if choice.micro_batch == 1 else PRIME_B, 1 if choice.seq == 1 else PRIME_T
 
 
@@ -337,11 +364,15 @@ def _recipe(choice: Choice) -> Recipe:
     return Recipe(*(getattr(choice, name) for name in Recipe._fields))
 
 
-def _simulated(layers: int, choice: Choice, adapters: Adapters | None) -> int:
-    """How many blocks tell all about a model; in segments of several every block has a place of its own."""
+def _simulated(arch: Architecture, choice: Choice, adapters: Adapters | None) -> int:
+    """How many blocks tell all about a model; in segments of several every block has a place of its own.
+
+    Dense layers before sparse ones have one each, and so has the first sparse one, which borders on them.
+    """
     if choice.checkpointing == "full" and choice.checkpoint_every > 1:
-        return layers
-    return min(layers, SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS)
+        return arch.layers
+    dense = len(arch.dense_layers)
+    return min(arch.layers, max(SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS, dense and dense + 3))
 
 
 def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
@@ -350,11 +381,13 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     Blocks are all alike there, since nothing is kept for a backward: `forward.blocks.1` stands for those in between.
     """
     arch = _architecture(spec, choice)
-    table, small = DEVICES[choice.device], replace(arch, layers=min(arch.layers, SIMULATED_BLOCKS))
+    table, small = DEVICES[choice.device], replace(arch, layers=_simulated(arch, choice, None))
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
     make = DecoderTape if arch.runnable else _class_tape(arch)
     recipe = _recipe(choice)._replace(checkpointing="none")
-    make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(*_extents(choice))
+    make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(
+        *_extents(arch, choice)
+    )
     scale = _scale(arch, choice)
     return {
         phase: max(_dot(v, scale) for v in levels)

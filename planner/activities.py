@@ -208,13 +208,16 @@ def evaluate(arch: Architecture, choice: Choice, kept: Kept, peaks: Mapping[str,
 def kv_cache_bytes(arch: Architecture, *, batch: int, length: int, itemsize: int) -> int:
     """Keys and values of all layers for `batch` sequences of `length` tokens: 2 L B G T D elements.
 
+    Latent attention keeps what keys and values are made of instead: one latent and one rotated part for all heads.
+
     Examples
     --------
     >>> arch = Architecture("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192, tied=False)
     >>> kv_cache_bytes(arch, batch=1, length=8192, itemsize=2)
     1073741824
     """
-    return 2 * arch.layers * batch * arch.kv_heads * length * arch.head_dim * itemsize
+    token = arch.trait("kv_rank") + arch.trait("rope") or 2 * arch.kv_heads * arch.head_dim
+    return arch.layers * batch * length * token * itemsize
 
 
 def generate(arch: Architecture, choice: Choice, kept: Kept, peaks: Mapping[str, int]) -> Activity:
@@ -227,11 +230,16 @@ def generate(arch: Architecture, choice: Choice, kept: Kept, peaks: Mapping[str,
     working = max(n for phase, n in peaks.items() if phase not in ("loss", "forward.head"))
     logits = c.micro_batch * arch.vocab * (c.itemsize + 3 * FP32)
     windowed = " (windows not used to shorten it)" if arch.window or arch.trait("window") else ""
-    why = f"{c.micro_batch} x {c.seq} tokens, {arch.layers} layers, {arch.kv_heads} x {arch.head_dim} a head{windowed}"
-    layer = cache // (2 * arch.layers)
+    heads = f"{arch.kv_heads} x {arch.head_dim} a head"
+    layer, made = cache // (2 * arch.layers), "one layer's keys, made anew"
+    if arch.trait("kv_rank"):
+        heads = f"{arch.trait('kv_rank')} + {arch.trait('rope')} for all heads"
+        layer = c.micro_batch * c.seq * (arch.trait("kv_b") + arch.heads * arch.head_dim) * c.itemsize
+        made = "one layer's keys and values of all heads"
+    why = f"{c.micro_batch} x {c.seq} tokens, {arch.layers} layers, {heads}{windowed}"
     own = [
         Line("gen.kv", cache, ((0, 1),), "activations", source="derived", note=why),
-        Line("gen.kv.update", layer, ((1, 1),), "activations", source="derived", note="one layer's keys, made anew"),
+        Line("gen.kv.update", layer, ((1, 1),), "activations", source="derived", note=made),
         Line("gen.prefill", working, ((0, 0),), "activations", source="estimate", note="as a forward of all tokens"),
         Line("gen.logits", logits, ((0, 1),), "activations", source="estimate", note="of one token, with what samples"),
     ]

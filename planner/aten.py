@@ -219,6 +219,23 @@ class Aten:
         self.tape.finish(node, out)
         return out
 
+    def cat_tokens(self, xs: Sequence[Value]) -> Value:
+        """Concatenation of (B, T, C) along T; the gradients are slices."""
+        shapes = [x.shape for x in xs]
+        node = self.tape.node(xs, lambda g, s: [g[0].view(n, g[0].strides) for n in shapes])
+        b, _, c = shapes[0]
+        out = self.tape.new((b, sum(n[1] for n in shapes), c), xs[0].itemsize, "cat")
+        self.tape.finish(node, out)
+        return out
+
+    def select_token(self, x: Value) -> Value:
+        """The first of (B, T, C), a view (B, C); its gradient is written into zeros."""
+        shape, itemsize = x.shape, x.itemsize
+        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "select.grad")])
+        out = x.view((shape[0], shape[2]), (x.strides[0], x.strides[2]))
+        self.tape.finish(node, out)
+        return out
+
     def to(self, x: Value, itemsize: int) -> Value:
         if x.itemsize == itemsize:
             return x
@@ -656,19 +673,23 @@ class Aten:
 
     def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
         """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes."""
-        kernel = self.table.attention[q.itemsize]
-        if self.masked and kernel == "flash":
-            kernel = "efficient"  # Flash attention knows the causal mask alone.
-        (b, h, t, d), groups = q.shape, k.shape[1]
+        kernel, itemsize = self.table.attention[q.itemsize], q.itemsize
+        (b, h, t, d), groups, width = q.shape, k.shape[1], v.shape[3]
+        if (self.masked or d != width) and kernel == "flash":
+            kernel = "efficient"  # Flash attention knows the causal mask alone, and heads of one width.
 
         def backward(g: Grads, s: Grads) -> Outs:
             # Scores again, and gradients of scores, queries, keys and values.
-            self.tape.attend(b, h, t, t, d, times=5, causal=causal)
+            self.tape.attend(b, h, t, t, d, times=3, causal=causal)
+            self.tape.attend(b, h, t, t, width, times=2, causal=causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":
+                from zplan.planner.efficient_attention import gradient_sums
+
                 grads: Outs = [self._row_major_heads(x.shape, x.itemsize, f"{n}.grad") for x, n in pairs]
                 delta = self.tape.workspace(b * h * t * FP32, "attention.delta")
-                del delta
+                sums = gradient_sums(self.tape, (b, h, t, d), width, itemsize)
+                del delta, sums
                 return grads
             grads = [self.like(x, f"{n}.grad") for x, n in pairs]
             if kernel == "flash":
@@ -682,9 +703,10 @@ class Aten:
             return grads
 
         def make() -> list[Value]:
-            self.tape.attend(b, h, t, t, d, times=2, causal=causal)
+            self.tape.attend(b, h, t, t, d, times=1, causal=causal)
+            self.tape.attend(b, h, t, t, width, times=1, causal=causal)
             if kernel == "efficient":
-                out = self._row_major_heads(q.shape, q.itemsize, "attention output")
+                out = self._row_major_heads((b, h, t, width), q.itemsize, "attention output")
                 lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")
             else:
                 out = self.like(q, "attention output")

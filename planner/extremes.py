@@ -10,7 +10,8 @@ from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.halving import largest_multiple, last_good
 from zplan.planner.peer_rules import model_ranks
 from zplan.planner.request import Request
-from zplan.planner.search import SEQ_STEP, Row, Search
+from zplan.planner.search import Row, Search
+from zplan.planner.sequence import IMAGES, SEQ_STEP
 from zplan.planner.units import GIB, format_count, format_gib
 
 MAX = ("seq", "micro-batch", "params")
@@ -113,6 +114,11 @@ def _machine(search: Search) -> str:
 def _longest(request: Request, open_: Open) -> Extreme:
     search = open_(request)
     limit = search.seq_limit
+    if search.model.arch.family in IMAGES:
+        raise ZplanError(
+            f"--max seq has nothing to look for: a sequence of `{search.model.spec.name}` is an image, {limit} tokens",
+            "use --max micro-batch",
+        )
 
     def at(seq: int) -> Row:
         return _picked(search.at("seq", seq))

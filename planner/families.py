@@ -232,10 +232,13 @@ class StepTape(ABC):
     def evaluate(self, batch: int, seq: int) -> None:
         """A batch and its forward, on a tape without gradients."""
         self.tape.enter("forward.embed")
-        ids = self.tape.new((batch, seq), INT64, "inputs")
-        labels = self.tape.new((batch, seq), INT64, "labels")
-        _loss = self.forward(ids, labels)
+        inputs, labels = self.batch(batch, seq)
+        _loss = self.forward(inputs, labels)
         self.tape.close()
+
+    def batch(self, batch: int, seq: int) -> tuple[Value, Value]:
+        """What a model is called with: ids and labels, (B, T) each."""
+        return self.tape.new((batch, seq), INT64, "inputs"), self.tape.new((batch, seq), INT64, "labels")
 
     @property
     def loss_itemsize(self) -> int:
@@ -262,16 +265,15 @@ class StepTape(ABC):
         """The matrix (V, C) of the head."""
 
     @abstractmethod
-    def forward(self, ids: Value, labels: Value) -> Value:
-        """The loss of a batch (B, T) of ids and labels."""
+    def forward(self, inputs: Value, labels: Value) -> Value:
+        """The loss of a `batch`."""
 
     def step(self, batch: int, seq: int) -> None:
         """Forward, backward and the optimizer's phase."""
         self.tape.enter("forward.embed")
-        ids = self.tape.new((batch, seq), INT64, "inputs")
-        labels = self.tape.new((batch, seq), INT64, "labels")
+        inputs, labels = self.batch(batch, seq)
         _which = self.tape.new((batch, seq), INT64, "mask of tokens") if self.recipe.padded else None
-        loss = self.forward(ids, labels)
+        loss = self.forward(inputs, labels)
         self.tape.enter("backward.loss")
         self.tape.backward(loss)
         self.tape.enter("step")

@@ -76,6 +76,8 @@ STYLES: dict[str, Style] = {
     "qwen3": Style(head_norms="head"),
     "qwen3_moe": Style(head_norms="head"),
     "mixtral": Style(),
+    "deepseek_v2": Style(),
+    "deepseek_v3": Style(),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
     "gemma2": Style(norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2),
     "gemma3_text": Style(
@@ -126,7 +128,7 @@ STYLES: dict[str, Style] = {
         feed=("fc1", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
     ),
-    # These three lay their layers out themselves: `planner/hfgpts.py`.
+    # These lay their layers out themselves: `planner/hfgpts.py`, `planner/hfvit.py`.
     "gptj": Style(
         norm="layer",
         act="gelu_new",
@@ -137,6 +139,14 @@ STYLES: dict[str, Style] = {
     ),
     "falcon": Style(norm="layer", act="gelu", gated=False, feed=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")),
     "bloom": Style(norm="layer", act="gelu", gated=False),
+    "vit": Style(
+        norm="layer",
+        act="gelu",
+        gated=False,
+        rotation=None,
+        attention=("attention", "o_proj"),
+        norms=("layernorm_before", "layernorm_after"),
+    ),
 }
 
 
@@ -215,7 +225,7 @@ class Block:
     def attend(self, q: Value, k: Value, v: Value, *mask: Value) -> tuple[Value, Value | None]:
         """From queries, keys and values (B, H, T, D) to what `attention` returns."""
         out, weights = self._eager(q, k, v, *mask) if self.kind == "eager" else self._fused(q, k, v, *mask)
-        out = self.op.reshape(out, (*out.shape[:2], self.arch.heads * self.arch.head_dim))
+        out = self.op.reshape(out, (*out.shape[:2], self.arch.heads * v.shape[-1]))
         return self.linear(out, ".".join(self.style.attention)), weights
 
     def _fused(self, q: Value, k: Value, v: Value, *mask: Value) -> tuple[Value, Value | None]:
@@ -257,11 +267,16 @@ class Block:
             gate, up = op.split(op.named("gate, up", up), 2)
             up = op.mul(up, op.named("act(gate)", activate(op, gate, act)))
             return self.linear(op.named("act(gate) * up", up), "mlp.down_proj")
+        return self.gated(x, "mlp")
+
+    def gated(self, x: Value, name: str) -> Value:
+        """A feed-forward part of three projections."""
+        op = self.op
         gated = op.mul(
-            op.named("act(gate)", activate(op, op.named("gate", self.linear(x, "mlp.gate_proj")), act)),
-            op.named("up", self.linear(x, "mlp.up_proj")),
+            op.named("act(gate)", activate(op, op.named("gate", self.linear(x, f"{name}.gate_proj")), self.style.act)),
+            op.named("up", self.linear(x, f"{name}.up_proj")),
         )
-        return self.linear(op.named("act(gate) * up", gated), "mlp.down_proj")
+        return self.linear(op.named("act(gate) * up", gated), f"{name}.down_proj")
 
 
 def _serial(b: Block, x: Value, *tables: Value) -> Value:

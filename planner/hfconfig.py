@@ -83,17 +83,19 @@ def read_architecture(config: Mapping[str, Any], source: str) -> tuple[Architect
         read, classes = _FAMILIES[kind]
         _check_class(keys, classes)
         return read(keys)
-    from zplan.planner.hfshapes import ARCHITECTURES, read_shape
+    from zplan.planner.hfshapes import ARCHITECTURES, read_shape, taken_as
 
     if kind not in ARCHITECTURES:
         raise ZplanError(f"model_type `{kind}` of `{source}` is not built yet", NOT_BUILT_HINT)
     _check_class(keys, ARCHITECTURES[kind])
     note = f"model_type `{kind}` is estimate only: zplan has no decoder of its own for it, so `zplan plan` refuses it"
+    arch = read_shape(kind, keys)
+    notes = (note, *taken_as(arch))
     from zplan.planner.hfdropout import DROPOUTS, with_dropout
 
     if kind in DROPOUTS:
-        return with_dropout(read_shape(kind, keys), keys), (note,)
-    return read_shape(kind, keys), (note, *_dropout_note(keys, _DROPOUTS))
+        return with_dropout(arch, keys), notes
+    return arch, (*notes, *_dropout_note(keys, _DROPOUTS))
 
 
 _DROPOUTS = (

@@ -15,6 +15,7 @@ from zplan.planner.models import Architecture
 
 DROPOUTS: dict[str, dict[str, tuple[str, float]]] = {
     "bert": {"dropout": ("hidden_dropout_prob", 0.1), "attention_dropout": ("attention_probs_dropout_prob", 0.1)},
+    "vit": {"dropout": ("hidden_dropout_prob", 0.0), "attention_dropout": ("attention_probs_dropout_prob", 0.0)},
     "opt": {"dropout": ("dropout", 0.1), "attention_dropout": ("attention_dropout", 0.0)},
     "gpt_neox": {
         "dropout": ("hidden_dropout", 0.0),
@@ -36,7 +37,10 @@ DROPOUTS: dict[str, dict[str, tuple[str, float]]] = {
     "phi3": {"dropout": ("resid_pdrop", 0.0), "attention_dropout": ("attention_dropout", 0.0)},
     **{
         name: {"attention_dropout": ("attention_dropout", 0.0)}
-        for name in ("qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "olmo2")
+        for name in (
+            *("qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "olmo2"),
+            *("deepseek_v2", "deepseek_v3"),
+        )
     },
 }
 """model_type -> trait -> the config's key and the class's default."""

@@ -20,7 +20,7 @@ def experts(op: Aten, p: Params, arch: Architecture, x: Value) -> Value:
     rows = op.view(x, (shape[0] * shape[1], shape[2]))
     # The router's logits have a name and no reader.
     routed = _route(op, p["mlp.gate.weight"], arch, rows)
-    return op.reshape(_run(op, p, arch, rows, *routed[1:]), shape)
+    return op.reshape(run_experts(op, p, arch, rows, *routed[1:]), shape)
 
 
 def _route(op: Aten, weight: Value, arch: Architecture, x: Value) -> tuple[Value, Value, Value]:
@@ -34,7 +34,8 @@ def _route(op: Aten, weight: Value, arch: Architecture, x: Value) -> tuple[Value
     return logits, op.to(top, x.itemsize if arch.trait("scores_cast") else FP32), chosen
 
 
-def _run(op: Aten, p: Params, arch: Architecture, x: Value, weights: Value, chosen: Value) -> Value:
+def run_experts(op: Aten, p: Params, arch: Architecture, x: Value, weights: Value, chosen: Value) -> Value:
+    """What rows (N, C) become in the experts `chosen` for them, (N, k), summed with the `weights` of these."""
     tape, k = op.tape, arch.trait("experts_per_token")
     rows = x.shape[0] * k
     flat = op.reshape(weights, (rows,))

@@ -69,6 +69,31 @@ def _freqs(op: Aten, positions: Value, wide: int) -> Value:
     return op.tape.new((1, positions.shape[1], wide // 2), FP32, "rotary")
 
 
+def sigmoid(op: Aten, x: Value) -> Value:
+    """Saves its output."""
+    node = op.tape.node([x], lambda g, s: [op.like(g[0], "sigmoid.grad")])
+    out = op.like(x, "sigmoid")
+    op.tape.finish(node, out, saved=[out])
+    return out
+
+
+def split_sizes(op: Aten, x: Value, *sizes: int) -> list[Value]:
+    """Parts of the last dim; their gradients are concatenated."""
+    node = op.tape.node([x], lambda g, s: [op.cat(g)])
+    out = [x.view((*x.shape[:-1], n), x.strides) for n in sizes]
+    op.tape.finish(node, *out)
+    return out
+
+
+def every_other(op: Aten, x: Value) -> Value:
+    """`x[..., i::2]`; its gradient is written into zeros."""
+    shape, itemsize = x.shape, x.itemsize
+    node = op.tape.node([x], lambda g, s: [op.tape.new(shape, itemsize, "slice.grad")])
+    out = x.view((*shape[:-1], shape[-1] // 2), (*x.strides[:-1], 2 * x.strides[-1]))
+    op.tape.finish(node, out)
+    return out
+
+
 def rotate_half(op: Aten, x: Value) -> Value:
     half = x.shape[-1] // 2
     first, second = op.narrow(x, 0, half), op.narrow(x, half, half)
@@ -109,4 +134,15 @@ def rotate_front_at_once(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -
     k_front, k_rest = op.narrow(k, 0, wide), op.narrow(k, wide, all_of - wide)
     q_rotated = op.cat((op.add(op.mul(q_front, cos), op.mul(rotate_half(op, q_front), sin)), q_rest))
     k_rotated = op.cat((op.add(op.mul(k_front, cos), op.mul(rotate_half(op, k_front), sin)), k_rest))
+    return op.named("q, rotated", q_rotated), op.named("k, rotated", k_rotated)
+
+
+def rotate_pairs(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
+    """Rotates neighbours, and leaves the first ones of all pairs before the second ones. Tables repeat their half."""
+    half = cos.shape[-1] // 2
+    cos, sin = op.unsqueeze(op.narrow(cos, 0, half), 1), op.unsqueeze(op.narrow(sin, 0, half), 1)
+    q1, q2 = every_other(op, q), every_other(op, q)
+    k1, k2 = every_other(op, k), every_other(op, k)
+    q_rotated = op.cat((op.sub(op.mul(q1, cos), op.mul(q2, sin)), op.add(op.mul(q2, cos), op.mul(q1, sin))))
+    k_rotated = op.cat((op.sub(op.mul(k1, cos), op.mul(k2, sin)), op.add(op.mul(k2, cos), op.mul(k1, sin))))
     return op.named("q, rotated", q_rotated), op.named("k, rotated", k_rotated)

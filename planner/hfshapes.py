@@ -40,13 +40,18 @@ GPT_NAMES = {
 
 
 _SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
+_GATED_TYPES = (
+    *("qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "olmo2", "stablelm"),
+    *("deepseek_v2", "deepseek_v3"),
+)
 ACTIVATIONS = {
-    **{kind: _SILU for kind in ("qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "olmo2", "stablelm")},
+    **{kind: _SILU for kind in _GATED_TYPES},
     **{kind: _GELU for kind in ("gemma", "gemma2", "gemma3_text", "gpt_neox")},
     "phi": ("gelu_new",),
     "opt": ("relu",),
     "gptj": ("gelu_new",),
     "bert": _GELU,
+    "vit": _GELU,
 }
 """Of the types whose activations are counted: what their op lists are for."""
 
@@ -113,6 +118,14 @@ def read_shape(kind: str, keys: Keys) -> Architecture:
         traits=tuple(sorted(traits.items())),
         dense_layers=shape.dense(keys, layers),
     )
+
+
+def taken_as(arch: Architecture) -> tuple[str, ...]:
+    """What is assumed of a batch that `--micro-batch` and `--seq` do not say."""
+    if arch.family == "vit":
+        size, patches = arch.trait("image"), arch.max_seq - 1
+        return (f"a sequence is one image, {size} x {size} pixels in fp32: {patches} patches and a class token",)
+    return ()
 
 
 def _divided(keys: Keys, hidden: int, heads: int) -> int:
@@ -280,9 +293,30 @@ def _deepseek(defaults: Mapping[str, int]) -> Callable[[Keys, int], Traits]:
             "q_full": not low,
             "expert_ffn": expert_ffn,
             "shared_ffn": shared * expert_ffn,
+            **_groups(keys, int(sparse["experts"])),
         }
 
     return read
+
+
+def _groups(keys: Keys, experts: int) -> Traits:
+    """How tokens are routed: V3 chooses groups of experts first always, V2 where its `topk_method` says so."""
+    third = keys.config["model_type"] == "deepseek_v3"
+    traits: Traits = {}
+    if third:
+        traits["scores_summed"] = keys.flag("norm_topk_prob", default=True)
+        traits["pairs"] = keys.flag("rope_interleave", default=True)
+    else:
+        method = keys.text("topk_method", "greedy")
+        keys.refuse("topk_method", method, ("greedy", "group_limited_greedy"))
+        if method == "greedy":
+            return traits
+    groups, top = (keys.integer(name, n if third else None) for name, n in (("n_group", 8), ("topk_group", 4)))
+    if experts % groups or top > groups or (third and experts < 2 * groups):
+        keys.fail(
+            f"has {experts} experts in {groups} groups, of which a token takes {top}", "check `n_group`, `topk_group`"
+        )
+    return traits | {"groups": groups, "top_groups": top}
 
 
 def _first_dense(default: int) -> Callable[[Keys, int], tuple[int, ...]]:
@@ -309,12 +343,17 @@ def _vit(keys: Keys, hidden: int) -> Traits:
     patch, image = keys.integer("patch_size", 16), keys.integer("image_size", 224)
     patches = (image // patch) ** 2 + 1
     labels = keys.config.get("id2label")
+    vocab = keys.integer("num_labels", len(labels) if labels else 2)
+    # One number or several at once have another loss.
+    single = vocab > 1 and keys.text("problem_type", "single_label_classification") == "single_label_classification"
     return {
+        "not_counted": not single,
         "patch": patch,
         "channels": keys.integer("num_channels", 3),
+        "image": image,
         "patches": patches,
         "bias": keys.flag("qkv_bias", default=True),
-        "vocab": keys.integer("num_labels", len(labels) if labels else 2),
+        "vocab": vocab,
         "max_seq": patches,
     }
 

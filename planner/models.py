@@ -91,6 +91,11 @@ class Architecture:
         """Whether zplan has a decoder of this shape to train by itself."""
         return self.family in RUNNABLE
 
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values, which is that of its queries and keys but in latent attention."""
+        return self.trait("values") // self.heads or self.head_dim
+
     def trait(self, name: str) -> int:
         """A trait's value, 0 where the family has none of that name."""
         return int(dict(self.traits).get(name, 0))

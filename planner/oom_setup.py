@@ -12,9 +12,9 @@ from zplan.planner.lint import Subject, deepspeed_view
 from zplan.planner.lint_launch import is_accelerate
 from zplan.planner.need import Setup
 from zplan.planner.relaxed import Document
+from zplan.planner.sequence import default_seq
 from zplan.planner.units import parse_count
 
-DEFAULT_SEQ = 2048
 _WORDS: dict[str, tuple[str, ...]] = {
     "checkpointing": tuple(get_args(Checkpointing)),
     "attention": tuple(get_args(Attention)),
@@ -43,12 +43,11 @@ def make_setup(document: Document, source: str, subject: Subject, given: Mapping
 
     params = given.get("params")
     model = model_from(given.get("model"), None if params is None else parse_count(params, "--params"))
-    limits = [n for n in (model.arch.max_seq, model.arch.window) if n]
     attention: Attention = given.get("attention") or ("eager" if prefers_eager(model.arch) else "sdpa")
     return Setup(
         view=deepspeed_view(document, subject),
         spec=model.spec,
-        seq=subject.seq or min(DEFAULT_SEQ, *limits),
+        seq=subject.seq or default_seq(model.arch),
         checkpointing=given.get("checkpointing") or "none",
         attention=attention,
     )

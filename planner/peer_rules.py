@@ -101,11 +101,17 @@ def _check_features(fixed: Mapping[str, Any], runtime: str, name: str) -> None:
         )
 
 
+_UNEVEN = ("vit", "t5", "gemma3")
+"""Models of several stacks, or whose sequences do not split."""
+
+
 def check_shape(arch: Architecture, choice: Choice) -> None:
     """Refuse what does not divide: heads and widths by `--tp`, tokens by `--cp`, blocks by `--pp`, ranks by `--hpz`."""
     tp, pp, cp = choice.tensor_parallel, choice.pipeline_parallel, choice.context_parallel
-    if tp > 1 and (arch.family not in ("llama", "gpt2")):
-        raise ZplanError(f"`--tp {tp}` is not counted for model_type `{arch.family}`", "use --tp 1")
+    uncounted = {"tp": arch.family not in ("llama", "gpt2"), "pp": arch.family in _UNEVEN, "cp": arch.family in _UNEVEN}
+    for name, size in (("tp", tp), ("pp", pp), ("cp", cp)):
+        if size > 1 and uncounted[name]:
+            raise ZplanError(f"`--{name} {size}` is not counted for model_type `{arch.family}`", f"use --{name} 1")
     sizes = (("heads", arch.heads), ("key-value heads", arch.kv_heads), ("feed-forward columns", arch.ffn))
     for what, value in sizes:
         if value % tp:

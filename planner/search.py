@@ -33,6 +33,7 @@ from zplan.planner.peer_rules import PARALLEL, allowed_stages, check_shape, data
 from zplan.planner.placement import place
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
+from zplan.planner.sequence import IMAGES, SEQ_STEP, check_seq, default_seq
 from zplan.planner.sources import Model
 from zplan.planner.textbook import Rate, runtime_rate
 from zplan.planner.tiers import OffDevice
@@ -49,10 +50,6 @@ TRAINING = (
     *("runtime", "tensor_parallel", "pipeline_parallel", "context_parallel", "hpz", "zero"),
 )
 """Fields of a choice that are what was asked for, else their default: the search leaves them alone."""
-POSITION_TABLES = ("gpt2", "opt", "bert", "vit")
-"""Families that cannot run a longer sequence than they have positions for."""
-DEFAULT_SEQ = 2048
-SEQ_STEP = 128
 MARGIN = 10
 """A tenth of the card stays free unless checkpointing is on."""
 TIE = 0.01
@@ -132,22 +129,10 @@ class Search:
 
     def _seq(self) -> int:
         """The sequence asked for, or the default; refused where the model cannot run it."""
-        arch = self.model.arch
         asked: int | None = self.request.get("seq")
-        limits = [n for n in (arch.max_seq, arch.window) if n]
         if asked is None:
-            return min(DEFAULT_SEQ, *limits)
-        if arch.window and asked > arch.window:
-            raise ZplanError(
-                f"`--seq {asked}` is beyond the sliding window of `{self.model.spec.name}`, {arch.window} tokens, "
-                "and windowed attention is not built yet",
-                f"use --seq {arch.window} or less",
-            )
-        if arch.family in POSITION_TABLES and asked > arch.max_seq:
-            raise ZplanError(
-                f"`--seq {asked}` is beyond the position table of `{self.model.spec.name}`, {arch.max_seq} tokens",
-                f"use --seq {arch.max_seq} or less",
-            )
+            return default_seq(self.model.arch)
+        check_seq(self.model.arch, self.model.spec.name, asked)
         return asked
 
     @property
@@ -404,6 +389,8 @@ class Search:
         at_limit = spare(limit)
         if at_limit >= 0:
             return limit
+        if self.model.arch.family in IMAGES:
+            return 0
         return largest_multiple(spare, SEQ_STEP, below=limit, near=row.choice.seq, below_spare=at_limit)
 
 

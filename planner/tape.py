@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -197,7 +198,10 @@ class Frame:
     __slots__ = ("away", "inputs", "kept", "packed", "recomputed", "run", "taken")
 
     def __init__(self, run: Callable[..., object], inputs: list[Value], *, selective: bool) -> None:
-        self.run, self.inputs, self.packed = run, inputs, 0
+        self.run, self.inputs = run, inputs
+        self.packed: list[weakref.ref[Packed]] = []
+        """Places of what the call saved. Those of nodes that nothing leads to any more are dead by the time it runs
+        again, and what belongs there is not kept."""
         self.recomputed: Gradients | None = None
         self.kept: list[list[Value]] | None = [] if selective else None
         """Selective: the results of products in order, which are not made again; None: everything is."""
@@ -215,11 +219,13 @@ class Away(NamedTuple):
     node: Node | None
 
 
-class Packed(NamedTuple):
+class Packed:
     """Place of a saved value in a checkpointed call."""
 
-    frame: Frame
-    place: int
+    __slots__ = ("__weakref__", "frame", "place")
+
+    def __init__(self, frame: Frame, place: int) -> None:
+        self.frame, self.place = frame, place
 
 
 Saved = Value | Packed
@@ -376,10 +382,12 @@ class Tape:
         if frame is None:
             return value.alias()
         if frame.recomputed is None:
-            frame.packed += 1
-            return Packed(frame, frame.packed - 1)
-        frame.recomputed.append(value.alias())
-        if len(frame.recomputed) == frame.packed:
+            place = Packed(frame, len(frame.packed))
+            frame.packed.append(weakref.ref(place))
+            return place
+        wanted = frame.packed[len(frame.recomputed)]() is not None
+        frame.recomputed.append(value.alias() if wanted else None)
+        if len(frame.recomputed) == len(frame.packed):
             raise StopRecompute
         return value.alias()
 
@@ -530,7 +538,10 @@ class Tape:
 
     def _accumulate(self, node: Accumulate, gradients: Gradients) -> Gradients:
         unit, gradient = node.unit, gradients[0]
-        assert gradient is not None and gradient.storage.refs == 1, "a shared gradient would be copied"
+        assert gradient is not None
+        if gradient.storage.refs > 1 and self._is_whole(gradient):
+            # Another node is to have it too, so it is copied. A part of a larger tensor is taken with all of that.
+            gradient = gradients[0] = self.new(gradient.shape, gradient.itemsize, "clone")
         gradient.storage.label = PARAMETER_GRADIENT
         unit.landed += 1
         if unit.name in self.held:
@@ -545,6 +556,10 @@ class Tape:
             self.enter(f"reduce.{unit.name}")
             self._retained, unit.arrived = unit.arrived, []
         return []
+
+    def _is_whole(self, value: Value) -> bool:
+        """Whether a value is all of its storage."""
+        return _split(value.numel * value.itemsize) == (value.storage.at, value.storage.coefficient)
 
     def close(self) -> None:
         """Note the last level."""

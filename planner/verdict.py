@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.config import Choice
 from zplan.planner.peer_rules import NAMES
-from zplan.planner.search import DEFAULT_SEQ, TRAINING, Row, Search
+from zplan.planner.search import TRAINING, Row, Search
+from zplan.planner.sequence import DEFAULT_SEQ, IMAGES
 from zplan.planner.tiers import TierUse
 from zplan.planner.units import format_gib, format_percent, format_small
 
@@ -246,6 +247,8 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         yield "attention", "its class refuses or masks torch's fused attention"
     if search.model.assumed:
         yield "seq", "the default; an assumed shape has no limit"
+    elif search.model.arch.family in IMAGES:
+        yield "seq", "an image: its patches and a class token"
     else:
         yield "seq", f"the smaller of {DEFAULT_SEQ} and the model's {search.seq_limit}"
 

@@ -97,15 +97,15 @@ def _dot(coefficients: tuple[int, ...], values: list[int]) -> int:
 def model_flops(spec: ModelSpec, seq: int) -> int:
     """Operations of a token that MFU is told in: 6 a matrix parameter it meets, and 12 L H D T for attention.
 
-    The convention of the PaLM paper (appendix B): nothing that is recomputed, attention without a causal half. What is
-    frozen has no gradient and counts 4. A table that is only looked up multiplies nothing; tied, it is the head's and
-    counts.
+    D is the mean width of a key and a value. The convention of the PaLM paper (appendix B): nothing that is recomputed,
+    attention without a causal half. What is frozen has no gradient and counts 4. A table that is only looked up
+    multiplies nothing; tied, it is the head's and counts.
     """
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
     window = min(seq, arch.window) if arch.window else seq
     trained, frozen = matrix_params(spec)
-    return 6 * trained + 4 * frozen + 12 * arch.layers * arch.heads * arch.head_dim * window
+    return 6 * trained + 4 * frozen + 6 * arch.layers * arch.heads * (arch.head_dim + arch.value_dim) * window
 
 
 def matrix_params(spec: ModelSpec) -> tuple[int, int]:

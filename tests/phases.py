@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zplan.cuda_ops.linear_cross_entropy import give_gradient_to
 from zplan.planner.activations import activation_lines
 from zplan.planner.config import Choice
+from zplan.planner.hfconfig import read_architecture
 from zplan.planner.ledger import Ledger, merge
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.timeline import timeline
@@ -205,3 +206,44 @@ def observe(
             registry.enter("idle")
     assert registry.live_bytes == states, "something outlived the step"
     return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}
+
+
+def observe_class(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    choice: Choice,
+    make_batch: Callable[[], dict[str, Tensor]],
+) -> dict[str, int]:
+    """Peaks of the phases of one step of a transformers model, beside its states, as an observer on a CPU sees them.
+
+    `make_batch` gives the keyword arguments of the call, whose `.loss` it is.
+    """
+    model.to(DTYPES[choice.precision]).train()
+    if choice.checkpointing == "full":
+        # Without the state of the random number generator, which is 5 KB on the host a layer.
+        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    registry = StorageRegistry()
+    mark_phases(modules, registry)
+    with registry:
+        registry.adopt(*model.parameters(), *model.buffers())
+        states = registry.live_bytes
+        registry.enter("forward.embed")
+        batch = make_batch()
+        loss = model(**batch).loss
+        registry.enter("backward.loss")
+        loss.backward()
+        registry.enter("step")
+        del batch, loss
+        registry.enter("idle")
+    assert registry.live_bytes == states, "something outlived the step"
+    return {phase: peak - states for phase, peak in registry.peaks.items() if phase != "idle"}
+
+
+def expect_phases(config: dict, choice: Choice, seen: dict[str, int]) -> None:
+    """Every phase of the ledger of a config is what was seen, to the byte."""
+    arch, _ = read_architecture(config, "m")
+    ledger = activation_ledger(arch, choice)
+    expected = dict(zip(ledger.phases, ledger.per_phase(), strict=True))
+    del expected["idle"]
+    wrong = {p: (n, seen.get(p, 0)) for p, n in expected.items() if n != seen.get(p, 0)}
+    assert not wrong, wrong

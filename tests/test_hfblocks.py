@@ -36,6 +36,17 @@ SMALL = {
     "eos_token_id": 2,
 }
 _GPT = {"n_layer": 4, "n_head": 4, "n_embd": 64, "n_positions": 64}
+_MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
 CASES = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 4},
@@ -64,6 +75,44 @@ CASES = {
         "num_experts_per_tok": 1,
         "moe_intermediate_size": 48,
         "norm_topk_prob": False,
+    },
+    "qwen3_moe, a dense layer first": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 6,
+        "mlp_only_layers": [0],
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+    },
+    "deepseek_v3": _MLA
+    | {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 7,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 20,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "deepseek_v3, whole heads": _MLA
+    | {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "first_k_dense_replace": 0,
+        "v_head_dim": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "rope_interleave": False,
+    },
+    "deepseek_v2": _MLA | {"model_type": "deepseek_v2", "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v2, groups": _MLA
+    | {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": 20,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 2,
     },
     "gpt_neox": {
         "model_type": "gpt_neox",
@@ -157,8 +206,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def observed(config: dict, choice: Choice) -> dict[str, int]:
-    if config["model_type"] == "falcon":
-        config = {k: v for k, v in config.items() if k != "head_dim"}  # There it is always width / heads.
+    if config["model_type"] in ("falcon", "deepseek_v2", "deepseek_v3"):
+        config = {k: v for k, v in config.items() if k != "head_dim"}  # There it follows from other keys.
     hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
     auto = transformers.AutoModelForMaskedLM if hf.model_type == "bert" else transformers.AutoModelForCausalLM
     model = auto.from_config(hf).to(DTYPES[choice.precision])
@@ -264,6 +313,7 @@ DROPPED = {
     "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1},
     "phi3": {"resid_pdrop": 0.1},
     "qwen2": {"attention_dropout": 0.1},
+    "deepseek_v3": {"attention_dropout": 0.1},
     "gptj": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     "falcon, groups": {"hidden_dropout": 0.1},
     "falcon, serial": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
@@ -298,7 +348,7 @@ def test_masks_of_dropout_on_a_gpu_are_bytes():
     assert turn[0.1] - turn[0.0] == 2 * SMALL["num_hidden_layers"] * hidden
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "opt", "phi", "olmo2"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "opt", "phi", "olmo2", "deepseek_v3", "deepseek_v2"])
 @pytest.mark.parametrize("kind", [(3, 10, "bf16", "none", "sdpa"), (2, 9, "fp32", "full", "sdpa")])
 def test_padded_batches_equal_what_an_observer_sees(name, kind):
     """All but the embedding's phase, where each class makes its mask in its own way."""

@@ -121,6 +121,25 @@ def test_checkpoint_takes_each_recomputed_value_once():
     assert peak(tape) == 0, "nothing that was recomputed outlives the backward"
 
 
+def test_what_a_dead_node_saved_is_not_kept_again():
+    """A router ranks experts by scores that no gradient comes back to; their nodes are gone when forward is over."""
+    tape, op = start()
+    weight = tape.parameter((10,), 4, UnitGradients("u"))
+
+    def run(x):
+        ranked = op.unary(op.scale(x), "silu")
+        del ranked
+        x = op.unary(x, "silu")
+        seen.append(sum(s.died is None and s.refs > 0 for s in tape.storages if s.coefficient))
+        return op.unary(x, "silu")
+
+    seen: list[int] = []
+    out = tape.checkpoint(run, op.scale(weight))
+    tape.backward(out)
+    # The input and what came of it; in backward the output and its gradient too.
+    assert seen == [2, 4]
+
+
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 

@@ -1,0 +1,49 @@
+"""How long a sequence of a model may be, and how long it is where nobody says.
+
+A sequence of a vision model is one image: its patches and a class token, always equally many.
+"""
+
+from __future__ import annotations
+
+from zplan.planner.errors import ZplanError
+from zplan.planner.models import Architecture
+
+POSITION_TABLES = ("gpt2", "opt", "bert", "gptj")
+"""Families that cannot run a longer sequence than they have positions for."""
+IMAGES = ("vit",)
+"""Families whose sequence is an image."""
+DEFAULT_SEQ = 2048
+SEQ_STEP = 128
+
+
+def default_seq(arch: Architecture) -> int:
+    """Tokens where none are asked for: an image's own, else `DEFAULT_SEQ` or the most that the model is made for."""
+    limits = [n for n in (arch.max_seq, arch.window) if n]
+    return arch.max_seq if arch.family in IMAGES else min(DEFAULT_SEQ, *limits)
+
+
+def check_seq(arch: Architecture, name: str, seq: int) -> None:
+    """Refuse a sequence that a model cannot run.
+
+    Parameters
+    ----------
+    name
+        Of the model.
+    seq
+        Tokens that were asked for.
+    """
+    if arch.family in IMAGES and seq != arch.max_seq:
+        raise ZplanError(
+            f"`--seq {seq}`: a sequence of `{name}` is an image, {arch.max_seq} tokens always", "leave --seq out"
+        )
+    if arch.window and seq > arch.window:
+        raise ZplanError(
+            f"`--seq {seq}` is beyond the sliding window of `{name}`, {arch.window} tokens, "
+            "and windowed attention is not built yet",
+            f"use --seq {arch.window} or less",
+        )
+    if arch.family in POSITION_TABLES and seq > arch.max_seq:
+        raise ZplanError(
+            f"`--seq {seq}` is beyond the position table of `{name}`, {arch.max_seq} tokens",
+            f"use --seq {arch.max_seq} or less",
+        )
