@@ -190,7 +190,8 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             if held.id.startswith("data."):
                 first, last = BATCH_PHASES
             put(held.id, nbytes, first, last)
-            if held.id == "act.loss.value":
+            if held.last == len(sim.phases) - 1 and first != "idle":
+                # The loss and what its graph still holds: a leaf made of a frozen embedding's output, and its gradient.
                 put(held.id, nbytes, "idle", "idle")
     for phase, levels in zip(sim.phases, sim.working, strict=True):
         total, kernel = max((_dot(v, scale), -_dot(v[WIDTH:], scale[WIDTH:])) for v in levels)

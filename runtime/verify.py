@@ -90,6 +90,8 @@ class Comparison:
 def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """(line id, tensor) of everything that the engine's objects hold right now."""
     seen_slots: set[int] = set()
+    for buffer in engine.module.buffers():
+        yield "model.buffers", buffer
     for u in engine.units:
         for tensor in constant_storages(u.params).values():
             yield "params.frozen.constants", tensor

@@ -13,55 +13,21 @@ from torch import nn
 
 from zplan.runtime.initialize import initialize, meta_init, summon
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-SMALL = {
-    "vocab_size": m.VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-}
-ROPE = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 32}
-GPT2 = {"vocab_size": m.VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
-NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-CAUSAL = {
-    "llama": ("LlamaConfig", ROPE),
-    "llama-tied": ("LlamaConfig", {**ROPE, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2Config", {**GPT2, **NO_DROPOUT}),
-    "qwen2": ("Qwen2Config", ROPE),
-    "gemma2": ("Gemma2Config", {**ROPE, "head_dim": 8, "sliding_window": 4}),
-    "mixtral": ("MixtralConfig", {**ROPE, "num_local_experts": 4, "num_experts_per_tok": 2}),
-}
+from hf_models import CAUSAL, OTHERS, build
 
-
-def build(name: str, checkpointing: str = "none") -> nn.Module:
-    """A model of `CAUSAL` with random weights, in training mode; checkpointing by the model's own switch."""
-    kind, sizes = CAUSAL[name]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes, use_cache=False))
-    if checkpointing != "none":
-        switch_on(model, checkpointing)
-    return model.train()
-
-
-def switch_on(model: nn.Module, checkpointing: str) -> None:
-    """The model's own switch, whose name transformers has changed."""
-    how = {"use_reentrant": checkpointing == "reentrant"}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(how)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+RECIPE = "hf_models:recipe"
 
 
 @lru_cache
 def reference(name: str, checkpointing: str = "none") -> dict[str, Any]:
-    return m.reference("test_hf:build", (name, checkpointing), steps=3, world_size=2)
+    return m.reference("hf_models:build", (name, checkpointing), steps=3, world_size=2)
 
 
 def check(run_ranks: Any, cases: dict[str, tuple[str, str, int]]) -> None:
     """`name -> (model, checkpointing, stage)` on two ranks, all in one start."""
-    calls = {key: ("test_hf:build", (name, how), m.config(stage), 3) for key, (name, how, stage) in cases.items()}
+    calls = {key: ("hf_models:build", (name, how), m.config(stage), 3) for key, (name, how, stage) in cases.items()}
     results = run_ranks(2, m.train_each, calls, limit=200)
     for key, (name, how, stage) in cases.items():
         m.equal([r[key] for r in results], reference(name, how))
@@ -83,83 +49,21 @@ def test_causal_models_at_stage_3(run_ranks, checkpointing):
 
 # --- other families --------------------------------------------------------------------------------------------------
 
-NO_HIDDEN_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-OTHERS = {
-    "opt": (
-        "OPTConfig",
-        {
-            **{"vocab_size": m.VOCAB, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "dropout": 0.0},
-            **{"num_hidden_layers": 4, "max_position_embeddings": 32, "word_embed_proj_dim": 32},
-        },
-    ),
-    "bloom": ("BloomConfig", {"vocab_size": m.VOCAB, "hidden_size": 32, "n_layer": 4, "n_head": 4}),
-    "falcon": (
-        "FalconConfig",
-        {"vocab_size": m.VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
-    ),
-    "gpt-neox": ("GPTNeoXConfig", {**SMALL, "max_position_embeddings": 32}),
-    "phi3": ("Phi3Config", {**ROPE, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}),
-    "bert": ("BertConfig", {**SMALL, **NO_HIDDEN_DROPOUT, "max_position_embeddings": 32}),
-    "t5": (
-        "T5Config",
-        {
-            **{"vocab_size": m.VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4, "num_decoder_layers": 4},
-            **{"num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
-        },
-    ),
-    "vit": (
-        "ViTConfig",
-        {**SMALL, **NO_HIDDEN_DROPOUT, "image_size": 16, "patch_size": 4},
-    ),
-}
-HEADS = {
-    "bert": "AutoModelForSequenceClassification",
-    "t5": "AutoModelForSeq2SeqLM",
-    "vit": "AutoModelForImageClassification",
-}
-
-
-def build_other(name: str, checkpointing: str = "none") -> nn.Module:
-    kind, sizes = OTHERS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, kind)(**sizes)
-    config.use_cache = False
-    model = getattr(transformers, HEADS.get(name, "AutoModelForCausalLM")).from_config(config)
-    if checkpointing != "none":
-        switch_on(model, checkpointing)
-    return model.train()
-
-
-def other_recipe(model: nn.Module, backward: m.Backward, step: int, rank: int, k: int) -> torch.Tensor:
-    """Tokens for language models, a class for each sequence for BERT, images for ViT."""
-    kind = type(getattr(model, "module", model)).__name__
-    batch = m.tokens(step, rank, k)
-    if kind.startswith(("Bert", "ViT")):
-        batch["labels"] = batch["labels"][:, 0] % 2
-    if kind.startswith("ViT"):
-        g = torch.Generator().manual_seed(step * 7 + rank)
-        batch["pixel_values"] = torch.randn(m.MICRO_BATCH, 3, 16, 16, generator=g)
-        del batch["input_ids"]
-    loss = model(**batch).loss
-    backward(loss)
-    return loss
-
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("stage", "checkpointing"), [(1, "none"), (3, "none"), (3, "plain")])
 def test_other_families_on_three_ranks(run_ranks, stage, checkpointing):
     """Three on purpose: nothing divides evenly. Encoders, an encoder with a decoder, and images among them."""
-    recipe = "test_hf:other_recipe"
-    cases = {name: ("test_hf:build_other", (name, checkpointing), m.config(stage), 3, recipe) for name in OTHERS}
+    cases = {name: ("hf_models:build", (name, checkpointing), m.config(stage), 3, RECIPE) for name in OTHERS}
     results = run_ranks(3, m.train_each, cases, limit=200)
     for name in OTHERS:
-        expected = m.reference("test_hf:build_other", (name,), steps=3, world_size=3, recipe=recipe)
+        expected = m.reference("hf_models:build", (name,), steps=3, world_size=3, recipe=RECIPE)
         m.equal([r[name] for r in results], expected)
         assert bool(results[0][name]["ringed"]) == (stage == 3), name
 
 
 def test_floating_inputs_are_cast_to_the_compute_dtype():
-    engine, *_ = initialize(model=build_other("vit"), config=m.config(0, precision="bf16"))
+    engine, *_ = initialize(model=build("vit"), config=m.config(0, precision="bf16"))
     images = torch.randn(m.MICRO_BATCH, 3, 16, 16)
     out = engine(pixel_values=images, labels=torch.tensor([0, 1]))
     engine.backward(out.loss)

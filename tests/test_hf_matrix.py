@@ -11,8 +11,6 @@ from typing import Any
 import any_model as m
 import pytest
 import torch
-from test_hf import CAUSAL, OTHERS, build, build_other, other_recipe
-from torch import Tensor, nn
 
 from zplan.planner.buffers import buffer_lines
 from zplan.planner.ledger import Ledger, merge
@@ -25,35 +23,9 @@ from zplan.runtime.verify import Meter
 
 pytest.importorskip("transformers")
 
+from hf_models import ALL, build, recipe
+
 STEPS = 5
-MODELS = (*CAUSAL, *OTHERS, "llama-lora")
-RECIPE = "test_hf:other_recipe"
-
-
-class Adapter(nn.Module):
-    """A frozen linear map and a trained one of rank 2 beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def model_of(name: str, checkpointing: str) -> nn.Module:
-    if name != "llama-lora":
-        return (build if name in CAUSAL else build_other)(name, checkpointing)
-    model = build("llama", checkpointing)
-    model.requires_grad_(requires_grad=False)
-    model.enable_input_require_grads()
-    torch.manual_seed(1)
-    for layer in model.model.layers:
-        for part in ("q_proj", "v_proj"):
-            setattr(layer.self_attn, part, Adapter(getattr(layer.self_attn, part)))
-    return model.train()
 
 
 def as_run(engine: Engine) -> Ledger:
@@ -70,11 +42,11 @@ def as_run(engine: Engine) -> Ledger:
 def train(rank: int, world_size: int, name: str, checkpointing: str, stage: int) -> dict[str, Any]:
     losses, norms = [], []
     with Meter(torch.device("cpu")) as meter:
-        model = model_of(name, checkpointing)
+        model = build(name, checkpointing)
         engine, *_ = initialize(model=model, config=m.config(stage), checked=True)
         meter.attach(engine)
         for step in range(STEPS):
-            losses.append(other_recipe(engine, engine.backward, step, rank, 0).item())
+            losses.append(recipe(engine, engine.backward, step, rank, 0).item())
             engine.step()
             norms.append(engine.grad_norm.item())
         lines = [r for r in meter.compare(as_run(engine)).lines if r.name.startswith(("optim.", "params.", "grads."))]
@@ -90,8 +62,8 @@ def train_all(rank: int, world_size: int, stage: int, checkpointing: str, names:
 
 @lru_cache
 def reference(name: str, world_size: int) -> dict[str, Any]:
-    path = "test_hf_matrix:model_of"
-    return m.reference(path, (name, "none"), steps=STEPS, world_size=world_size, recipe=RECIPE)
+    path = "hf_models:build"
+    return m.reference(path, (name, "none"), steps=STEPS, world_size=world_size, recipe="hf_models:recipe")
 
 
 @pytest.mark.gloo
@@ -101,8 +73,8 @@ def reference(name: str, world_size: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_model_equals_one_process_and_its_ledger(run_ranks, world_size, stage, checkpointing):
-    results = run_ranks(world_size, train_all, stage, checkpointing, MODELS, limit=800)
-    for name in MODELS:
+    results = run_ranks(world_size, train_all, stage, checkpointing, ALL, limit=800)
+    for name in ALL:
         m.equal([r[name] for r in results], reference(name, world_size))
         for r in results:
             assert r[name]["lines"] > 8 and not r[name]["off"], name

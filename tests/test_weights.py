@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_hf import build, build_other
 from test_models_flow import Net
 from torch import nn
 
@@ -20,6 +19,10 @@ from zplan.runtime import initialize as start
 from zplan.runtime import weights as w
 from zplan.runtime.initialize import initialize, meta_init
 from zplan.runtime.verify import Meter
+
+pytest.importorskip("transformers")
+
+from hf_models import build
 
 NAMES = ("llama-tied", "gpt2", "bert")
 
@@ -33,10 +36,6 @@ class Noted(w.WeightFolder):
         OPENED.append(self)
 
 
-def model_of(name: str) -> nn.Module:
-    return (build if name in ("llama-tied", "gpt2") else build_other)(name)
-
-
 def loads(rank: int, world_size: int, folder: str, stages: tuple[int, ...]) -> dict[str, Any]:
     """Whole parameters, a loss, and what was read and held while loading."""
     out: dict[str, Any] = {}
@@ -44,7 +43,7 @@ def loads(rank: int, world_size: int, folder: str, stages: tuple[int, ...]) -> d
     for name in NAMES:
         for stage in stages:
             with meta_init():
-                model = model_of(name)
+                model = build(name)
             config = m.config(stage, precision="bf16")
             with Meter(torch.device("cpu")) as meter:
                 engine, *_ = initialize(model=model, config=config, weights=f"{folder}/{name}")
@@ -63,7 +62,7 @@ def test_each_rank_reads_its_own_bytes_and_holds_no_model(run_ranks, tmp_path):
     pytest.importorskip("transformers")
     expected = {}
     for name in NAMES:
-        model = model_of(name).bfloat16()
+        model = build(name).bfloat16()
         model.save_pretrained(tmp_path / name, max_shard_size="30KB")
         expected[name] = {n: p.detach().float().numpy() for n, p in model.named_parameters()}
     for r in run_ranks(2, loads, str(tmp_path), (1, 3)):
