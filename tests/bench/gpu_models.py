@@ -16,18 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-<<<<<<< HEAD
-import transformers
-from job import join_job
-
-from zplan.runtime.initialize import initialize
-=======
 from hf_models import ALL, SMALL, WIDE, Sizes, batch, build
 from torch import nn
 
 from zplan.runtime.initialize import initialize
 from zplan.runtime.mesh import Mesh, join
->>>>>>> models5
 
 STEPS, MICRO_BATCH, CLIP = 5, 4, 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-4, "weight_decay": 0.1}
@@ -93,13 +86,9 @@ def worst(a: list[float], b: list[float]) -> float:
 
 
 def main() -> None:
-<<<<<<< HEAD
-    mesh = join_job()
-=======
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     mesh, sizes = join(), SMALL if "small" in sys.argv else WIDE
     names = [w for w in sys.argv[1:] if w in ALL] or ALL
->>>>>>> models5
     bad = 0
     for name in names:
         reference = plain(name, sizes, mesh)
