@@ -208,7 +208,7 @@ def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
 
 _DEFAULTS: dict[str, str] = {
     "seq": "",
-    "precision": "16-bit weights with fp32 master weights and reduction",
+    "precision": "bf16 weights that are the upper halves of fp32 master weights; fp32 reduction",
     "attention": "torch's fused attention keeps no score matrix",
     "cross_entropy": "torch's, from whole logits in fp32; `fused` never holds them in full",
     "kernels": "torch's own norms, gates and rotary embeddings",
