@@ -20,6 +20,9 @@ Place = Literal["none", "cpu", "nvme"]
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
 
+DEFAULT_CLIP = 1.0
+"""Largest gradient norm where a config does not say it, as in DeepSpeed since mid-2026."""
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -86,6 +89,9 @@ class Choice:
     compile: bool = False
     """Each block's `forward` goes through `torch.compile`. It decides itself what backward is given, so the activation
     lines are then those of the uncompiled blocks, as an upper bound."""
+    optimizer_in_backward: bool = False
+    """Each unit is updated as soon as its gradients are reduced, so that those of one unit exist at a time. Needs
+    accumulation 1, no clipping and no loss scale."""
     reduce: Reduce = "exchange"
     """`exchange`: gradients travel in the compute dtype and are added up in fp32 where they arrive. `scatter`: an fp32
     reduce-scatter. At stage 0, and at stage 1 with accumulation, whole fp32 gradients are reduced in place either way.

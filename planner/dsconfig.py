@@ -13,6 +13,7 @@ from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
 from zplan.planner.config import (
+    DEFAULT_CLIP,
     Attention,
     Checkpointing,
     Choice,
@@ -74,7 +75,7 @@ class TrainingConfig:
     """Of `sgd-momentum`."""
     nesterov: bool = False
     """Of `sgd-momentum`."""
-    clip: float = 1.0
+    clip: float = DEFAULT_CLIP
     """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
     loss_scale: LossScale = LossScale()
     """Of fp16 training."""
@@ -108,6 +109,9 @@ class TrainingConfig:
     attention: Attention = "sdpa"
     compile: bool = False
     """Each block's `forward` goes through `torch.compile`."""
+    optimizer_in_backward: bool = False
+    """Each unit is updated as soon as its gradients are reduced. Needs accumulation 1, no clipping and no loss scale.
+    """
     reduce: Reduce | None = None
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
@@ -124,6 +128,12 @@ class TrainingConfig:
     """Names of the fields above that the config itself names."""
     notes: tuple[str, ...] = ()
     """Sentences a user should see: accepted keys that change nothing here."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer_in_backward:
+            from zplan.planner.in_backward import check_in_backward
+
+            check_in_backward(self, clip=self.clip)
 
     def slots(self, blocks: Sequence[int]) -> int:
         """Gathered blocks held at once, for blocks of so many elements."""
@@ -147,7 +157,7 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 
 _EXTRA_INTS = ("ring_slots", "seq", "checkpoint_every")
-_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile")
+_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile", "optimizer_in_backward")
 _EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
 EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""

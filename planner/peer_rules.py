@@ -24,6 +24,7 @@ UNCOUNTED = {
     "checkpoint_offload": ("--checkpoint-offload", False),
     "padded": ("--padded", False),
     "compile": ("--compile", False),
+    "optimizer_in_backward": ("`optimizer_in_backward`", False),
     "kernels": ("`kernels`", "torch"),
     "saving": ("--saving", "foreground"),
 }

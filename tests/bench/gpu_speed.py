@@ -1,7 +1,9 @@
 """Tokens a second and peak memory of zplan and its peers on the same decoder, in alternating order in one job.
 
 torchrun --standalone --nproc-per-node N tests/bench/gpu_speed.py MODEL MICRO_BATCH SEQ
-    [full] [stageN] [rounds=2] [compile] [fsdp2] [deepspeed]
+    [full] [stageN] [rounds=2] [compile] [fsdp2] [deepspeed] [in_backward]
+
+`in_backward` compares zplan without clipping with itself: the optimizer in the step, and in backward.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +25,13 @@ from zplan.runtime.mesh import Mesh, join
 WARM_UP, STEPS = 4, 8
 
 
-def zplan_step(name: str, micro_batch: int, checkpointing: str, stage: int, *, compiled: bool, **extras: str) -> Made:
+def zplan_step(  # noqa: PLR0913
+    name: str, micro_batch: int, checkpointing: str, stage: int, *, compiled: bool, clip: float = CLIP, **extras: Any
+) -> Made:
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "bf16": {"enabled": True},
-        "gradient_clipping": CLIP,
+        "gradient_clipping": clip,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "zero_optimization": {"stage": stage},
         "zplan": extras,
@@ -73,6 +78,11 @@ def make(
 ) -> Made:
     if runtime == "zplan":
         return zplan_step(name, micro_batch, checkpointing, stage, compiled=compiled)
+    if runtime in ("in step", "in backward"):
+        early = runtime == "in backward"
+        return zplan_step(
+            name, micro_batch, checkpointing, stage, compiled=compiled, clip=0.0, optimizer_in_backward=early
+        )
     if runtime == "fsdp2":
         return fsdp2_step(name, checkpointing, mesh, compiled=compiled)
     return deepspeed_step(name, micro_batch, checkpointing, mesh, stage, compiled=compiled)
@@ -83,11 +93,13 @@ def main() -> None:
     checkpointing, compiled = "full" if "full" in rest else "none", "compile" in rest
     stage = next((int(x[5:]) for x in rest if x.startswith("stage")), 3)
     rounds = next((int(x[7:]) for x in rest if x.startswith("rounds=")), 2)
-    peers = [x for x in ("fsdp2", "deepspeed") if x in rest] or ["fsdp2"]
+    first, peers = "zplan", [x for x in ("fsdp2", "deepspeed") if x in rest] or ["fsdp2"]
+    if "in_backward" in rest:
+        first, peers = "in backward", ["in step"]
     mesh = join()
     rates: dict[str, list[float]] = {}
     for i in range(rounds):
-        for runtime in ["zplan", *peers][:: 1 if i % 2 == 0 else -1]:
+        for runtime in [first, *peers][:: 1 if i % 2 == 0 else -1]:
             step, close = make(runtime, name, micro_batch, checkpointing, mesh, stage=stage, compiled=compiled)
             rate, allocated, reserved, losses = measure(step, name, micro_batch, seq, mesh)
             close()
@@ -98,14 +110,14 @@ def main() -> None:
             if mesh.rank == 0:
                 how = f"{checkpointing}{' compiled' if compiled else ''}"
                 sys.stdout.write(
-                    f"{runtime:9} {name} mb {micro_batch} seq {seq} {how}: {rate:7,.0f} tok/s/GPU, "
+                    f"{runtime:11} {name} mb {micro_batch} seq {seq} {how}: {rate:7,.0f} tok/s/GPU, "
                     f"allocated {allocated:6.2f} "
                     f"reserved {reserved:6.2f} GiB, losses {[round(x, 4) for x in losses]}\n"
                 )
                 sys.stdout.flush()
     if mesh.rank == 0:
         for peer in peers:
-            sys.stdout.write(f"RATIO zplan stage {stage} / {peer}: {max(rates['zplan']) / max(rates[peer]):.3f}\n")
+            sys.stdout.write(f"RATIO {first} stage {stage} / {peer}: {max(rates[first]) / max(rates[peer]):.3f}\n")
     dist.barrier()
     mesh.close()
 
