@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from job import join_job
 from peers import ADAMW, CLIP, Made, Step, deepspeed_step, fsdp2_step
 from shapes import SHAPES
 
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.initialize import initialize
-from zplan.runtime.mesh import Mesh, join
+from zplan.runtime.mesh import Mesh
 
 WARM_UP, STEPS = 4, 8
 
@@ -96,7 +97,7 @@ def main() -> None:
     first, peers = "zplan", [x for x in ("fsdp2", "deepspeed") if x in rest] or ["fsdp2"]
     if "in_backward" in rest:
         first, peers = "in backward", ["in step"]
-    mesh = join()
+    mesh = join_job()
     rates: dict[str, list[float]] = {}
     for i in range(rounds):
         for runtime in [first, *peers][:: 1 if i % 2 == 0 else -1]:
