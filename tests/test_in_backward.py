@@ -10,6 +10,7 @@ import pytest
 import torch
 import workload as w
 from test_engine import exact, train
+from test_kernel_step import train_by_table
 from test_models_flow import Net
 from test_models_tokens import counted, mean_loss
 from test_ring import failing_loss
@@ -373,3 +374,15 @@ def test_the_ledger_keeps_one_units_gradients():
     (one,) = [x for x in early.lines if x.id == "grads.reduced"]
     assert one.total_bytes == max(x.nbytes for x in shards) < sum(x.total_bytes for x in shards)
     assert early.per_phase()[-1] == plain.per_phase()[-1] - sum(x.total_bytes for x in shards)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (2, 2), (3, 2)])
+def test_the_kernels_step_in_backward_is_their_step(run_ranks, stage, world_size):
+    """Norms by rows and an update by table, a unit at a time, as on GPUs."""
+    plain, early = (
+        run_ranks(world_size, train_by_table, "llama4", config(stage, on=on, precision="bf16"), 4)
+        for on in (False, True)
+    )
+    assert all(built == 1 for _, built in early)
+    same([r for r, _ in plain], [r for r, _ in early])
