@@ -131,7 +131,7 @@ def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     numel = slot_numel(placements, choice)
     if not numel:
         return []
-    span = (time.at(f"reduce.{placements[-1].unit.name}"), time.last_backward)
+    span = time.reducing(placements[-1].unit.name)
     if choice.reduce == "scatter":
         return [Line("grads.slot", numel * choice.reduce_itemsize, (span,), "buffers")]
     nbytes = numel * choice.itemsize
@@ -141,9 +141,24 @@ def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     return [slot, Line("grads.received", nbytes, (span,), "buffers")]
 
 
-def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """Gradients in the reduce dtype. Born at their unit's reduce with accumulation 1; with more they persist."""
+def reduced_numel(placements: Sequence[Placement], choice: Choice) -> int:
+    """Elements of what a rank keeps of the reduced gradients of the largest trained unit."""
     full = full_gradients(choice)
+    sizes = (p.layout.padded_numel if full else p.layout.shard_numel for p in placements if not p.frozen)
+    return max(sizes, default=0)
+
+
+def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
+    """Gradients in the reduce dtype. Born at their unit's reduce with accumulation 1; with more they persist.
+
+    Where backward updates, those of all units pass through one buffer ([Note: in backward] in
+    `runtime/in_backward.py`).
+    """
+    full = full_gradients(choice)
+    if choice.optimizer_in_backward:
+        nbytes = reduced_numel(placements, choice) * choice.reduce_itemsize
+        spans = (time.reducing(placements[-1].unit.name),) if placements else ()
+        return [Line("grads.reduced", nbytes, spans, "buffers", note="one unit's at a time")]
     rows = [
         (
             p,

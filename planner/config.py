@@ -20,6 +20,9 @@ Place = Literal["none", "cpu", "nvme"]
 ITEMSIZE: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one parameter element in compute."""
 
+DEFAULT_CLIP = 1.0
+"""Largest gradient norm where a config does not say it, as in DeepSpeed since mid-2026."""
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -91,6 +94,9 @@ class Choice:
     order, and torch keeps to deterministic algorithms. See [Note: fixed order] in `planner/buffers.py`."""
     check_replicas_every: int = 0
     """Optimizer steps after which ranks compare hashes of what all must hold alike; 0 for never."""
+    optimizer_in_backward: bool = False
+    """Each unit is updated as soon as its gradients are reduced, so that those of one unit exist at a time. Needs
+    accumulation 1, no clipping and no loss scale."""
     reduce: Reduce = "exchange"
     """`exchange`: gradients travel in the compute dtype and are added up in fp32 where they arrive. `scatter`: an fp32
     reduce-scatter. At stage 0, and at stage 1 with accumulation, whole fp32 gradients are reduced in place either way.

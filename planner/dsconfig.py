@@ -13,6 +13,7 @@ from zplan.planner import dskeys
 from zplan.planner.autofill import settle_autos
 from zplan.planner.batch import KEYS, Batch, solve_batch
 from zplan.planner.config import (
+    DEFAULT_CLIP,
     Attention,
     Checkpointing,
     Choice,
@@ -78,7 +79,7 @@ class TrainingConfig:
     """Of `sgd-momentum`."""
     nesterov: bool = False
     """Of `sgd-momentum`."""
-    clip: float = 1.0
+    clip: float = DEFAULT_CLIP
     """Largest global L2 norm of the gradient; 0.0 is off. An absent key means 1.0, as in DeepSpeed since mid-2026."""
     loss_scale: LossScale = LossScale()
     """Of fp16 training."""
@@ -116,6 +117,9 @@ class TrainingConfig:
     """The same bits at every stage and in every run, at equal world size."""
     check_replicas_every: int = 0
     """Optimizer steps from one comparison of replicated state to the next; 0 for none."""
+    optimizer_in_backward: bool = False
+    """Each unit is updated as soon as its gradients are reduced. Needs accumulation 1, no clipping and no loss scale.
+    """
     reduce: Reduce | None = None
     """None: an exchange where all ranks are on one host, a reduce-scatter elsewhere."""
     transport: Transport | None = None
@@ -132,6 +136,12 @@ class TrainingConfig:
     """Names of the fields above that the config itself names."""
     notes: tuple[str, ...] = ()
     """Sentences a user should see: accepted keys that change nothing here."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer_in_backward:
+            from zplan.planner.in_backward import check_in_backward
+
+            check_in_backward(self, clip=self.clip)
 
     def slots(self, blocks: Sequence[int]) -> int:
         """Gathered blocks held at once, for blocks of so many elements."""
@@ -156,7 +166,7 @@ def slots_within(max_live: int, blocks: Sequence[int]) -> int:
 
 _EXTRA_INTS = {"ring_slots": 2, "seq": 1, "checkpoint_every": 1, "check_replicas_every": 0}
 """With their least values."""
-_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile", "deterministic")
+_EXTRA_FLAGS = ("checkpoint_offload", "padded", "compile", "deterministic", "optimizer_in_backward")
 _EXTRA_WORDS = ("checkpointing", "attention", "cross_entropy", "kernels", "reduce", "transport", "saving")
 EXTRAS = (*_EXTRA_INTS, *_EXTRA_FLAGS, *_EXTRA_WORDS, "optimizer")
 """Keys of the `zplan` object: what DeepSpeed's schema has no word for."""

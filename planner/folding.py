@@ -47,7 +47,7 @@ _NOT_OF_SHARDS: dict[str, Any] = {
 
 _NOT_OF_BATCHES: dict[str, Any] = {
     **{"stage": 0, "world_size": 1, "accumulation": 1, "ring_slots": 2, "piece_numel": 1},
-    **{"saving": "foreground", "offload": Offload()},
+    **{"saving": "foreground", "offload": Offload(), "optimizer_in_backward": False},
 }
 """And those on which what follows the batch does not."""
 

@@ -26,6 +26,7 @@ UNCOUNTED = {
     "compile": ("--compile", False),
     "deterministic": ("deterministic", False),
     "check_replicas_every": ("check_replicas_every", 0),
+    "optimizer_in_backward": ("optimizer_in_backward", False),
     "kernels": ("kernels", "torch"),
     "saving": ("--saving", "foreground"),
 }

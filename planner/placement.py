@@ -107,7 +107,7 @@ def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:
 _MOVES_NO_PARAMETER: dict[str, Any] = {
     **{"micro_batch": 1, "accumulation": 1, "seq": 1, "attention": "sdpa", "padded": False},
     **{"checkpointing": "none", "checkpoint_every": 1, "checkpoint_offload": False},
-    **{"cross_entropy": "plain", "kernels": "torch"},
+    **{"cross_entropy": "plain", "kernels": "torch", "optimizer_in_backward": False},
 }
 """Fields of a choice, at any value."""
 

@@ -68,7 +68,7 @@ def _remedy(search: Search, c: Choice, what: str, option: str, row: Row, *, esti
 
 def _offloads(search: Search, c: Choice, lean: Choice) -> Iterator[Remedy]:
     """The first offload that makes it fit, as it is or in its leanest form; never one that zplan could run."""
-    if c.runtime != "zplan" or c.offload.optimizer != "none" or c.device == "cpu":
+    if c.runtime != "zplan" or c.offload.optimizer != "none" or c.device == "cpu" or c.optimizer_in_backward:
         return
     fixed = search.request.get("stage")
     places: tuple[Place, ...] = ("cpu", "nvme")
@@ -96,7 +96,9 @@ def leanest(search: Search, row: Row) -> Row | None:
     c = row.choice
     if c.runtime != "zplan" or c.device == "cpu":
         return None
-    return search.row(replace(c, stage=3, micro_batch=1, checkpointing="full", offload=Offload("cpu", "cpu")))
+    everything = Offload("cpu", "cpu")
+    least = replace(c, stage=3, micro_batch=1, checkpointing="full", offload=everything, optimizer_in_backward=False)
+    return search.row(least)
 
 
 def larger(row: Row, uses: Sequence[TierUse], margin: Margin) -> tuple[Remedy, ...]:
@@ -159,6 +161,8 @@ def _candidates(search: Search, c: Choice) -> Iterator[tuple[str, str, Choice]]:
 
 def _smaller_batch(search: Search, c: Choice) -> Choice | None:
     """The largest smaller micro-batch of the same global batch that fits."""
+    if c.optimizer_in_backward:
+        return None
     per_rank = c.micro_batch * c.accumulation
     for micro in reversed([d for d in divisors(per_rank) if d < c.micro_batch]):
         changed = replace(c, micro_batch=micro, accumulation=per_rank // micro)

@@ -58,6 +58,7 @@ OPTION = {
     "compile": "--compile",
     "deterministic": "`deterministic`",
     "check_replicas_every": "`check_replicas_every`",
+    "optimizer_in_backward": "`optimizer_in_backward`",
     "reduce": "`reduce`",
     "transport": "`transport`",
     "cross_entropy": "--loss",
@@ -377,9 +378,9 @@ def _check(name: str, value: Any) -> Any:
         from zplan.planner.optimizers import find_kind
 
         return find_kind(str(value)).name
-    if name == "compile":
+    if name in ("compile", "optimizer_in_backward"):
         if not isinstance(value, bool):
-            raise ZplanError(f"`compile` is {value!r}", "use true or false")
+            raise ZplanError(f"`{name}` is {value!r}", "use true or false")
         return value
     if name == "stage":
         if value not in (0, 1, 2, 3) or isinstance(value, bool):

@@ -7,7 +7,8 @@
 - checkpointing none only where that leaves a tenth of the card free, because an out-of-memory error costs the run;
 - of what is left the fastest that fits, by predicted step time (`planner/step_time.py`). What is less than a hundredth
   slower counts as fast, and then no checkpointing comes before full, and the lower stage before the higher;
-- where no time can be told, because no card is named, these two orders alone decide: the lowest stage moves least.
+- where no time can be told, because no card is named, these two orders alone decide: the lowest stage moves least;
+- where nothing fits so, clipping is off and a micro-step is a step: the same with the optimizer in backward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
 from zplan.planner.buffers import page_lines
 from zplan.planner.comm import Traffic, traffic
-from zplan.planner.config import Checkpointing, Choice, Offload
+from zplan.planner.config import DEFAULT_CLIP, Checkpointing, Choice, Offload
 from zplan.planner.errors import ZplanError
 from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable, unfolded
 from zplan.planner.halving import largest_multiple, last_good
@@ -169,6 +170,8 @@ class Search:
         if micro is not None or accumulation is not None:
             return [fixed]
         per_rank = train // world_size
+        if get("optimizer_in_backward"):
+            return [Batch(per_rank, 1, world_size)]
         return [Batch(m, per_rank // m, world_size) for m in divisors(per_rank)]
 
     def at(self, name: str, value: int) -> Search:
@@ -183,7 +186,7 @@ class Search:
         """A choice with everything else as asked for or by default; `offload` instead of what was asked."""
         wanted = (
             *("precision", "attention", "cross_entropy", "kernels", "ring_slots", "piece_numel", "persist_numel"),
-            *("device", "compile", "reduce", "transport", "saving", "offload", *TRAINING),
+            *("device", "compile", "optimizer_in_backward", "reduce", "transport", "saving", "offload", *TRAINING),
         )
         fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
         if prefers_eager(self.model.arch):
@@ -215,6 +218,10 @@ class Search:
             from zplan.planner.deterministic import check_deterministic
 
             check_deterministic(choice)
+        if choice.optimizer_in_backward:
+            from zplan.planner.in_backward import check_in_backward
+
+            check_in_backward(choice, clip=self.request.settings.get("clip", DEFAULT_CLIP))
         return choice
 
     def row(self, choice: Choice) -> Row:
@@ -353,7 +360,22 @@ class Search:
     def rows(self) -> tuple[Row, ...]:
         """One row for each stage."""
         batches = self.batches(self.ranks)
-        return tuple(self.best(stage, batches) for stage in self.stages)
+        found = tuple(self.best(stage, batches) for stage in self.stages)
+        early = () if self.pick(found).fits else self._in_backward(batches)
+        return early if early and self.pick(early).fits else found
+
+    def _in_backward(self, batches: Sequence[Batch]) -> tuple[Row, ...]:
+        """The rows with the optimizer in backward; none where that was decided already or something forbids it."""
+        fixed, clip = self.request.fixed, self.request.settings.get("clip", DEFAULT_CLIP)
+        whole = [b for b in batches if b.accumulation == 1]
+        if clip or not whole or "optimizer_in_backward" in fixed or fixed.get("runtime", "zplan") != "zplan":
+            return ()
+        from zplan.planner.in_backward import allows_in_backward
+
+        if not allows_in_backward(self.choice(self.stages[-1], whole[0], "full"), clip=clip):
+            return ()
+        search = self.at("optimizer_in_backward", value=True)
+        return tuple(search.best(stage, whole) for stage in self.stages)
 
     def pick(self, rows: Sequence[Row]) -> Row:
         """The row to run: the stage asked for, else the fastest that fits, else the one that misses by least."""
@@ -367,14 +389,19 @@ class Search:
         """The best row of one GPU alone, with the same global batch."""
         shared = [name for name in PARALLEL if self.request.get(name) not in (None, 1)]
         if shared:
-            fixed = {k: v for k, v in self.request.fixed.items() if k not in shared}
-            alone = replace(self, request=replace(self.request, fixed=fixed), memo={})
+            alone = replace(self._without(shared), memo={})
             return alone.best(alone.stages[0], [b._replace(world_size=1) for b in alone.batches(self.ranks)])
         world_size = self.ranks
         times = world_size if self.request.get("global_batch") else 1
         offload = self.request.get("offload")
         stage = 3 if offload is not None and offload.params != "none" else self.stages[0]
-        return self.best(stage, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
+        alone = self._without(("optimizer_in_backward",)) if times > 1 else self
+        return alone.best(stage, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
+
+    def _without(self, names: Sequence[str]) -> Search:
+        """The same search with less asked for."""
+        fixed = {k: v for k, v in self.request.fixed.items() if k not in names}
+        return replace(self, request=replace(self.request, fixed=fixed))
 
     def longest_seq(self, row: Row) -> int:
         """Longest sequence at which a row still fits: the model's limit, else a multiple of 128; 0 for none.

@@ -73,7 +73,10 @@ def moment_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
         lines += by_class("params.shard", shards, "states")
     if kind.workspace is not None:
         workspace = workspace_bytes(kind.name, tuple(p.unit for p in placements))
-        lines.append(Line("optim.workspace", workspace, ((time.at("step"),) * 2,), "buffers"))
+        updating = ((time.at("step"),) * 2,)
+        if choice.optimizer_in_backward:
+            updating = (time.reducing(placements[-1].unit.name),)
+        lines.append(Line("optim.workspace", workspace, updating, "buffers"))
     if kind.per_slice:
         # torch keeps step counts on the host.
         tier: Tier = "device" if choice.device == "cpu" else "host"

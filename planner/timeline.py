@@ -29,6 +29,10 @@ class Timeline(NamedTuple):
         """The phase before the optimizer step."""
         return len(self.phases) - 2
 
+    def reducing(self, last: str) -> tuple[int, int]:
+        """From the reduce of the last trained unit, which comes first, to the end of backward."""
+        return self.index_of[f"reduce.{last}"], self.last_backward
+
     def from_reduce(self, unit: str) -> tuple[int, int]:
         """From a unit's reduce to the optimizer step: the life of a gradient shard that is born late."""
         return self.index_of[f"reduce.{unit}"], len(self.phases) - 1

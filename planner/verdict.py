@@ -194,6 +194,10 @@ def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
         names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in a.targets))
         base = "; base in 4 bits" if a.quantized else ""
         yield Decision("lora", f"rank {a.rank}", chosen=False, reason=f"asked by --lora; on {names}{beside}{base}")
+    if choice.optimizer_in_backward:
+        by = search.request.fixed_by.get("optimizer_in_backward")
+        reason = f"asked by {by}" if by else "nothing clips, and with all gradients at once nothing fits"
+        yield Decision("optimizer_in_backward", value=True, chosen=not by, reason=reason)
     cannot = {limit.key: limit.why for limit in limits(choice)}
     for name in ("offload", *TRAINING):
         by = search.request.fixed_by.get(name)

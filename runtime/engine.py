@@ -34,6 +34,7 @@ from zplan.runtime.deterministic import be_deterministic, check_workspace
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.groups import Asked, Parameters, read_optimizer
 from zplan.runtime.hooks import Hooks
+from zplan.runtime.in_backward import InBackward
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
 from zplan.runtime.mesh import Mesh
 from zplan.runtime.nonfinite import NonFinite, first_nonfinite
@@ -46,6 +47,7 @@ from zplan.runtime.schedule import Scheduler, TorchScheduler, scheduler_of
 from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned, Whole
+from zplan.runtime.unit import FlatUnit
 from zplan.runtime.weights import WeightFolder, load_weights
 
 OPEN: list[Engine] = []
@@ -133,7 +135,10 @@ class Engine(nn.Module):
         if weights is not None:
             load_weights(self, weights)
         self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
-        self.reducer.landed = self.optimizer.landed
+        self.in_backward: InBackward | None = None
+        if self.choice.optimizer_in_backward:
+            self.in_backward = InBackward(self.optimizer, self.gatherer, self.collectives)
+        self.reducer.landed = self.optimizer.landed if self.in_backward is None else self.in_backward.landed
         self._penalty = Penalty(self.optimizer, self.collectives)
         self.reducer.suspects = suspects_of(self.optimizer.scaler)
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
@@ -224,8 +229,17 @@ class Engine(nn.Module):
             is no backward, and the rank contributes zeros.
         retain_graph
             Keep the graph for another backward of the same forward.
+
+        With `optimizer_in_backward` this updates the parameters too, so there is one backward in a step, and the
+        learning rate is what it is now.
         """
-        self._alive()
+        self._settled()
+        with nullcontext() if self.in_backward is None else self.in_backward.backward(retain_graph=retain_graph):
+            self._backward(loss, num_tokens, retain_graph=retain_graph)
+        self.sentinels.show()
+        return loss
+
+    def _backward(self, loss: Tensor, num_tokens: int | None, *, retain_graph: bool) -> None:
         if self.is_gradient_accumulation_boundary() and self.reducer.fresh:
             raise ZplanError(
                 f"`backward` was called {self.reducer.micro_step + 1} times for gradient_accumulation_steps "
@@ -233,13 +247,14 @@ class Engine(nn.Module):
                 "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls "
                 "of a micro-step but the last in `with engine.no_sync():`",
             )
+        if self.in_backward is not None and self.scheduler is not None:
+            self.scheduler.before_step()
         self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
         self.sentinels.hide()
         self.hooks.phase("backward.loss")
         if num_tokens == 0:
             self.hooks.empty_backward()
-            self.sentinels.show()
-            return loss
+            return
         self.hooks.look_for_uses(loss)
         total = loss if num_tokens is None else loss * num_tokens
         with nullcontext() if self.breakdown is None else self.breakdown.span("backward"):
@@ -249,8 +264,6 @@ class Engine(nn.Module):
                 # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
                 # since fp16 ends at 65,504.
                 total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
-        self.sentinels.show()
-        return loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -259,6 +272,8 @@ class Engine(nn.Module):
         They are summed and not averaged, as in DDP. Nothing is sent at stages 0 and 1 with accumulation; elsewhere each
         adds to the shard.
         """
+        if self.in_backward is not None:
+            raise self.in_backward.refusal("`no_sync`", "would add to gradients that are applied as they land")
         self.reducer.held = True
         try:
             yield
@@ -266,7 +281,10 @@ class Engine(nn.Module):
             self.reducer.held = False
 
     def step(self) -> None:
-        """Apply the optimizer at the accumulation boundary; elsewhere do nothing."""
+        """Apply the optimizer at the accumulation boundary; elsewhere do nothing.
+
+        With `optimizer_in_backward` it was applied in backward, and this tells the norm and counts.
+        """
         self._alive()
         if self.reducer.held:
             raise ZplanError("`step` inside `no_sync`", "call it after the last backward of the micro-step, outside")
@@ -279,7 +297,7 @@ class Engine(nn.Module):
             self.replicas.compare(self.global_steps + 1)
         if self.optimizer.scaler is not None:
             self._check_scale(self.optimizer.scaler)
-        if self.scheduler is not None:
+        if self.scheduler is not None and self.in_backward is None:
             self.scheduler.before_step()
         with nullcontext() if self.breakdown is None else self.breakdown.span("step"):
             self._update()
@@ -310,16 +328,23 @@ class Engine(nn.Module):
         suspects.looking = scaler.near_end()
 
     def _update(self) -> None:
-        self._penalty.apply()
-        self.optimizer.measure(self.collectives)
         # What the next forward needs first is updated first, and gathered while the rest is updated.
         first, rest = self.hooks.split_schedule(FIRST_UNITS)
-        for units in (first, rest):
-            self.optimizer.update(units)
-            self.gatherer.invalidate(units)
-            for unit in first if units is first and self.hooks.ahead != 0 else ():
-                self.gatherer.prefetch(unit)
+        if self.in_backward is None:
+            self._penalty.apply()
+            self.optimizer.measure(self.collectives)
+            self._update_units(first)
+        else:
+            self.in_backward.settle()
+        for unit in first if self.hooks.ahead != 0 else ():
+            self.gatherer.prefetch(unit)
+        if self.in_backward is None:
+            self._update_units(rest)
         self.hooks.open_early()
+
+    def _update_units(self, units: Sequence[FlatUnit]) -> None:
+        self.optimizer.update(units)
+        self.gatherer.invalidate(units)
 
     def penalty(self, *, l1: float = 0.0, l2: float = 0.0) -> Tensor:
         """Add `l1 * sum(|p|) + l2 * sum(p**2)` over all trained parameters to the loss of the coming step.
@@ -334,6 +359,8 @@ class Engine(nn.Module):
             Its value, 0-dim fp32 on the device, without a graph: for logs.
         """
         self._alive()
+        if self.in_backward is not None:
+            raise self.in_backward.refusal("`penalty`", "would add to gradients that are applied as they land")
         return self._penalty.add(l1, l2)
 
     @torch.no_grad()
@@ -346,6 +373,8 @@ class Engine(nn.Module):
             0-dim fp32, on the device: `grad_norm`.
         """
         self._alive()
+        if self.in_backward is not None:
+            raise self.in_backward.refusal("`clip_grad_norm_`", "comes after the gradients were applied")
         if norm_type != 2.0:
             raise ZplanError(f"`clip_grad_norm_` with norm_type {norm_type}", "only the L2 norm (2.0) is built")
         if not self.is_gradient_accumulation_boundary():
@@ -358,7 +387,16 @@ class Engine(nn.Module):
         return self.grad_norm
 
     def reset_step(self) -> None:
-        """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it."""
+        """Forget the gradients of an unfinished step, after an error that was caught. Every rank must call it.
+
+        With `optimizer_in_backward` that is an error once backward has updated something: the way out is a checkpoint.
+        """
+        if self.in_backward is not None:
+            self.in_backward.agree()
+        self._forget()
+        self._alive()
+
+    def _forget(self) -> None:
         self.sentinels.hide()
         self.hooks.reset_backward()
         self._penalty.forget()
@@ -403,7 +441,9 @@ class Engine(nn.Module):
         timeout_s
             How long to wait for the other ranks before saying which is missing.
         """
-        self._alive()
+        self._settled()
+        if grads and self.in_backward is not None:
+            raise self.in_backward.refusal("`summon(grads=True)`", "finds no gradients: they are applied as they land")
         return Summoned(self, module or self.module, grads=grads, optim=optim, write=write, timeout_s=timeout_s)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -451,7 +491,7 @@ class Engine(nn.Module):
         Path
             Where the checkpoint lies, or will.
         """
-        self._alive()
+        self._settled()
         return self.checkpoints.save(
             Path(save_dir), tag, client_state, overwrite=overwrite, keep=keep, background=background
         )
@@ -485,8 +525,13 @@ class Engine(nn.Module):
         tuple
             Path of the checkpoint (None on a fresh start) and the client state.
         """
-        self._alive()
+        self._alive(mending=True)
+        broken = self.in_backward is not None and bool(self.in_backward.broken)
+        if broken:
+            self._forget()
         found = self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
+        if self.in_backward is not None and found[0] is not None and not weights_only:
+            self.in_backward.mend()
         self.hooks.open_early()
         if self.scheduler is not None:
             self.scheduler.count()
@@ -499,7 +544,7 @@ class Engine(nn.Module):
         """
         from zplan.runtime.hf_export import export_engine
 
-        self._alive()
+        self._settled()
         quantized = next((u.name for u in self.units if u.placement.unit.constant_bytes), None)
         if quantized is not None:
             raise ZplanError(
@@ -532,9 +577,18 @@ class Engine(nn.Module):
             self.checkpoints.close()
             self.mesh.close()
 
-    def _alive(self) -> None:
+    def _alive(self, *, mending: bool = False) -> None:
+        """Raise where the engine was closed, or where only a checkpoint can help and this is not it."""
         if self.closed:
             raise ZplanError("this engine was closed", "call `zplan.initialize` again")
+        if self.in_backward is not None and not mending:
+            self.in_backward.check()
+
+    def _settled(self) -> None:
+        """As `_alive`, where the last step's outcome matters; waits until it is known."""
+        self._alive()
+        if self.in_backward is not None:
+            self.in_backward.check_last_step(self.global_steps)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -580,6 +634,7 @@ def choice_of(training: TrainingConfig, mesh: Mesh) -> Choice:
         persist_numel=training.persist_numel,
         device="cuda" if mesh.device.type == "cuda" else "cpu",
         compile=training.compile,
+        optimizer_in_backward=training.optimizer_in_backward,
         transport=_transport(training, mesh),
         deterministic=training.deterministic,
         check_replicas_every=training.check_replicas_every,

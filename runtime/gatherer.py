@@ -26,8 +26,6 @@ class Gatherer:
     def __init__(self, units: list[FlatUnit], choice: Choice, collectives: Collectives, streams: Streams) -> None:
         self.units, self.choice, self.collectives, self.streams = units, choice, collectives, streams
         self.sharded = shards_states(choice)
-        self.ready: torch.cuda.Event | None = None
-        """Last write to masters and own slices; gathers wait for it."""
 
     def need(self, unit: FlatUnit) -> None:
         """Make a unit's values readable on the current stream."""
@@ -45,7 +43,7 @@ class Gatherer:
         if unit.valid or not self.sharded:
             return
         with self.streams.on(self.streams.gather):
-            self.streams.wait(self.ready)
+            self.streams.wait(unit.written)
             slot = unit.slot
             if slot is not None:
                 self.streams.wait(slot.free)
@@ -79,9 +77,10 @@ class Gatherer:
         """After units' optimizer step: other ranks' slices are old everywhere, so nothing is shown until gathered."""
         if not self.sharded:
             return
+        written = self.streams.mark()
         for unit in units:
+            unit.written = written
             unit.whole = False
             unit.hide()
             if unit.slot is not None and unit.slot.holder is unit:
                 unit.slot.holder = None
-        self.ready = self.streams.mark()

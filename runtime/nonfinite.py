@@ -50,16 +50,12 @@ def first_nonfinite(optimizer: ShardedOptimizer) -> NonFinite | None:
         start, _ = list(optimizer.measured_ranges(unit))[row - optimizer.first_row[unit]]
         return _told(unit, start + offset, start + offset + 1)
     bad = (~torch.isfinite(optimizer.norms.norms)).tolist()
-    suspects = [stretch for stretch, is_bad in zip(_stretches(optimizer), bad, strict=True) if is_bad]
-    if not suspects:
-        return None
-    unit = min((u for u, _, _ in suspects), key=optimizer.first_row.__getitem__)
-    return next(_told(u, start, end) for u, start, end in suspects if u is unit)
+    return next((_told(*where) for where, is_bad in zip(_stretches(optimizer), bad, strict=True) if is_bad), None)
 
 
 def _stretches(optimizer: ShardedOptimizer) -> Iterator[tuple[FlatUnit, int, int]]:
-    """Unit and range in its flat buffer of each partial norm, in the order of `TorchNorms.square_sum`."""
-    for unit in optimizer.units:
+    """Unit and range in its flat buffer of each partial norm, in the order of `TorchNorms.norms`."""
+    for unit in reversed(optimizer.units):
         for start, end in optimizer.measured_ranges(unit):
             chunk = norm_chunk(optimizer.choice.device, end - start)
             yield from ((unit, at, min(at + chunk, end)) for at in range(start, end, chunk))

@@ -35,20 +35,46 @@ def clip_scalars(s: Scalars, *, mean: float, clip: float) -> None:
     s.scale.div_(mean)
 
 
-class TorchNorms:
-    """Norms in short stretches with torch's own kernels, in place."""
+def _guard(value: Tensor, s: Scalars) -> None:
+    """Set the skip flag where a 0-dim number is not finite."""
+    # x - x is 0 for a finite x and NaN otherwise, and only NaN differs from 0.
+    torch.sub(value, value, out=s.scratch)
+    s.scratch.ne_(0.0)
+    torch.maximum(s.skip, s.scratch, out=s.skip)
 
-    def __init__(self, norms: Tensor) -> None:
-        self.norms = norms  # fp32, one a stretch
+
+class TorchNorms:
+    """Norms in short stretches with torch's own kernels, in place.
+
+    Parameters
+    ----------
+    norms
+        1D fp32, one a stretch, and perhaps more.
+    lengths
+        Elements of each slice of this rank.
+    device
+        Decides how long a stretch is.
+    """
+
+    def __init__(self, norms: Tensor, lengths: Sequence[int], *, device: str) -> None:
+        self.device = device
+        counts = [-(-n // norm_chunk(device, n)) for n in lengths]
+        self.norms = norms[: sum(counts)]
+        self.rows = self.norms.split(counts)
 
     def landed(self, first_row: int, grads: Sequence[Tensor]) -> None:
-        """Nothing: norms are taken in `square_sum`."""
+        """Norms of gradients that were just reduced, on the current stream."""
+        for row, grad in zip(self.rows[first_row:], grads, strict=False):
+            for out, part in zip(row.unbind(), grad.split(norm_chunk(self.device, grad.numel())), strict=True):
+                torch.linalg.vector_norm(part, out=out)
 
-    def square_sum(self, grads: Sequence[Tensor], into: Scalars, *, device: str) -> Tensor:
+    def guard(self, row: int, s: Scalars) -> None:
+        """Set the skip flag where the norm of a slice is not finite; never take it back."""
+        torch.linalg.vector_norm(self.rows[row], out=s.scratch)
+        _guard(s.scratch, s)
+
+    def square_sum(self, into: Scalars) -> Tensor:
         """This rank's sum of squares, as a 0-dim tensor that may be summed over ranks."""
-        parts = [part for grad in grads for part in grad.split(norm_chunk(device, grad.numel()))]
-        for out, part in zip(self.norms.unbind(), parts, strict=True):
-            torch.linalg.vector_norm(part, out=out)
         torch.linalg.vector_norm(self.norms, out=into.norm)
         return into.norm.square_()
 
@@ -82,7 +108,11 @@ class KernelNorms:
         for i, grad in enumerate(grads):
             self.norm.add(first_row + i, grad)
 
-    def square_sum(self, grads: Sequence[Tensor], into: Scalars, *, device: str) -> Tensor:
+    def guard(self, row: int, s: Scalars) -> None:
+        """Set the skip flag where the norm of a slice is not finite; never take it back."""
+        _guard(self.norm.square_sum(row), s)
+
+    def square_sum(self, into: Scalars) -> Tensor:
         """This rank's sum of squares in fp64; all of it was gathered by `landed`."""
         self.norm.finish()
         return self.norm.total

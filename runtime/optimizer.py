@@ -26,7 +26,6 @@ from zplan.planner.states import (
     group_runs,
     measures_slices,
     norm_bytes,
-    num_slices,
     scratch_numel,
     table_bytes,
 )
@@ -77,13 +76,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.scalars = Scalars(arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0))
         self.scaler = LossScaler(training.loss_scale, arena) if choice.precision == "fp16" else None
         placements = [u.placement for u in units]
-        slices = num_slices(placements, choice)
         self.partial = arena.take("optim.norms", norm_bytes(placements, choice) // 4, torch.float32, fill=0.0)
         self.norms: TorchNorms | KernelNorms
+        # Last unit first, the order in which reduces land: the first row that went non-finite is the first in time.
+        lengths = [end - start for u in reversed(units) for start, end in self.measured_ranges(u)]
         if choice.device == "cuda" and compiler.usable(arena.device):
-            self.norms = KernelNorms(self.partial.view(torch.int64), slices)
+            self.norms = KernelNorms(self.partial.view(torch.int64), len(lengths))
         else:
-            self.norms = TorchNorms(self.partial[:slices] if choice.device == "cuda" else self.partial)
+            self.norms = TorchNorms(self.partial, lengths, device=choice.device)
         self.table: Tensor | None = None
         if nbytes := table_bytes(placements, choice):
             self.table = arena.take("optim.table", nbytes // 8, torch.int64, fill=0)
@@ -93,7 +93,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.rule = self._rule(arena)
         self.stretches: dict[FlatUnit, list[Stretch]] = {}
         self.count = 0
-        # Last unit first, the order in which reduces land: the first row that went non-finite is the first in time.
         self.first_row: dict[FlatUnit, int] = {}
         at = 0
         for u in reversed(units):
@@ -146,6 +145,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A unit's gradients are reduced for the last time; called on the stream that reduced them."""
         self.norms.landed(self.first_row[unit], [self._grad(unit, piece) for piece in self._measured(unit)])
 
+    def begin(self, collectives: Collectives) -> None:
+        """Scalars of updates that do not wait for the norm: nothing is clipped, and the step counts as applied."""
+        s = self.scalars
+        clip_scalars(s, mean=1.0 if self.weighted else self._share, clip=0.0)
+        if self.weighted:
+            self._count(collectives)
+            s.scale.mul_(s.tokens)
+        s.skip.zero_()
+        s.applied.add_(1.0)
+
+    def guard(self, unit: FlatUnit) -> None:
+        """Skip this unit and all that follow in this step where its gradients on this rank are not finite."""
+        for i in range(len(self._measured(unit))):
+            self.norms.guard(self.first_row[unit] + i, self.scalars)
+
     def weigh(self, num_tokens: int | None, *, again: bool) -> None:
         """Note what a backward's loss is the mean of: tokens, or (None) one micro-batch like any other.
 
@@ -184,8 +198,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _settle(self, collectives: Collectives, mean: float, clip: float) -> None:
         s = self.scalars
-        grads = [self._grad(u, piece) for u in self.units for piece in self._measured(u)]
-        total = self.norms.square_sum(grads, s, device=self.choice.device)
+        total = self.norms.square_sum(s)
         if measures_slices(self.choice):
             collectives.sum_scalar(total, "gradient norm")
         if self.weighted:

@@ -3,7 +3,7 @@
 [Note: late gradients] With accumulation 1 a unit's fp32 gradient exists only from its reduce to the step, while
 activations shrink. With more it persists, and the first micro-step overwrites what the last step left. Reduces are
 issued strictly in the order of the units (last unit first), whatever order gradients land in, so that ranks can't
-disagree.
+disagree. Where backward updates (`runtime/in_backward.py`), one unit's exists at a time.
 
 [Note: retained gradients] Copying into the slot and reducing both happen on the reduce stream, so compute never waits
 for a slot and one slot is enough. The compute-dtype gradients that the copies read are therefore held until the next
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zplan.cuda_ops.sums import sum_slices
-from zplan.planner.buffers import full_gradients, uses_reduce_slots
+from zplan.planner.buffers import full_gradients, reduced_numel, uses_reduce_slots
 from zplan.planner.config import Choice
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
@@ -54,10 +54,13 @@ class Reducer:
         """The slot as other GPUs see it, where they read it; then it is always there."""
         self.received: Tensor | None = None
         """What the other ranks sent of this one's slices. See [Note: exchange]."""
+        self.reduced_grads: Tensor | None = None
+        """fp32, for any unit's reduced gradients in turn, where backward updates. See [Note: in backward]."""
         self.retained: list[tuple[str, Tensor]] = []
         """(size class, gradient) of the unit that was reduced last."""
         self.copied: torch.cuda.Event | None = None
         self.slot_numel = max((u.layout.max_piece_numel for u in units), default=0)
+        self.reduced_numel = reduced_numel([u.placement for u in units], choice)
         self.micro_step = 0
         """Micro-steps that have ended in this step."""
         self.fresh = False
@@ -155,7 +158,7 @@ class Reducer:
         self.retire()
         self.next = 0
         self.ready.clear()
-        for name in ("slot", "received"):
+        for name in ("slot", "received", "reduced_grads"):
             buffer: Tensor | None = getattr(self, name)
             setattr(self, name, None)
             if buffer is not None and (self.shared is None or buffer is not self.shared.buffer):
@@ -164,8 +167,12 @@ class Reducer:
                 self.collectives.until_released(storage)
 
     def _take_grad(self, unit: FlatUnit) -> Tensor:
-        if unit.grad is None:
-            numel = unit.layout.padded_numel if self.full else unit.layout.shard_numel
+        numel = unit.layout.padded_numel if self.full else unit.layout.shard_numel
+        if self.choice.optimizer_in_backward:
+            if self.reduced_grads is None:
+                self.reduced_grads = self.arena.take("grads.reduced", self.reduced_numel, torch.float32)
+            unit.grad = self.reduced_grads[:numel]
+        elif unit.grad is None:
             line = "grads.full" if self.full else "grads.shard"
             unit.grad = self.arena.take(f"{line}.{unit.placement.size_class}", numel, torch.float32)
         return unit.grad
@@ -193,6 +200,8 @@ class Reducer:
                 self._reduce_in_place(unit, landed, grad)
             if self.landed is not None and self.in_last_micro_step:
                 self.landed(unit)
+            if self.choice.optimizer_in_backward:
+                unit.grad, unit.filled, unit.summed = None, False, False
         self.retained = [(unit.placement.size_class, g) for g in landed if g is not None]
 
     def _reduce_in_place(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor) -> None:

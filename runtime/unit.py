@@ -55,6 +55,8 @@ class FlatUnit:
         self.whole = False
         """A resident unit's flat buffer holds every rank's newest values."""
         self.gathered: torch.cuda.Event | None = None
+        self.written: torch.cuda.Event | None = None
+        """Last update of master and own slices; gathers wait for it."""
         self.open = False
         self.summoned = False
         """Shown whole by `summon`, which alone ends that."""

@@ -112,6 +112,8 @@ def owned_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     slot = engine.reducer.slot if engine.reducer.shared is None else engine.reducer.shared.buffer
     if slot is not None:
         yield "grads.slot", slot
+    if engine.reducer.reduced_grads is not None:
+        yield "grads.reduced", engine.reducer.reduced_grads
     if engine.reducer.received is not None:
         yield "grads.received", engine.reducer.received
 

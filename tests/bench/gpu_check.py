@@ -1,4 +1,4 @@
-"""Do all stages train like one process on GPUs, and does checked mode change nothing?
+"""Do all stages train like one process on GPUs, and do checked mode and the optimizer in backward change nothing?
 
 torchrun --standalone --nproc-per-node N tests/bench/gpu_check.py
 """
@@ -49,6 +49,16 @@ def worst(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
+def same_in_backward(stage: int, precision: str) -> bool:
+    """Whether losses, norms and parameters are those of ordinary steps, bit for bit."""
+    found = []
+    for early in (False, True):
+        config = w.config(stage, precision=precision, clip=0.0, piece=16384, optimizer_in_backward=early)
+        found.append(train(config, False, "llama4"))
+    plain, early = found
+    return plain[:2] == early[:2] and all(torch.equal(a, b) for a, b in zip(plain[2], early[2], strict=True))
+
+
 def main() -> None:
     mesh = join_job()
     bad = 0
@@ -79,6 +89,14 @@ def main() -> None:
                             f"loss off {off[0]:.1e}, norm off {off[1]:.1e}, "
                             f"checked mode {'same bits' if same else 'DIFFERS'}\n"
                         )
+        for stage in range(4):
+            good = same_in_backward(stage, precision)
+            bad += not good
+            if mesh.rank == 0:
+                sys.stdout.write(
+                    f"{'ok ' if good else 'BAD'} {precision} stage {stage}: "
+                    f"optimizer in backward {'same bits' if good else 'DIFFERS'}\n"
+                )
     if mesh.rank == 0:
         sys.stdout.write(f"{bad} bad\n")
     dist.barrier()

@@ -1,6 +1,7 @@
 """Predicted against measured bytes on a GPU, by phase.
 
 torchrun --standalone --nproc-per-node N tests/bench/gpu_memory.py MODEL STAGE MICRO_BATCH SEQ [full] [bf16|fp32] [K]
+    [worldN] [in_backward]
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ def main() -> None:
     rest = sys.argv[5:]
     accumulation = next((int(x) for x in rest if x.isdigit()), 1)
     world = next((int(x[5:]) for x in rest if x.startswith("world")), None)
+    early = "in_backward" in rest
     arch, checkpointing = SHAPES[name], "full" if "full" in rest else "none"
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "bf16": {"enabled": "fp32" not in rest},
         "zero_optimization": {"stage": stage},
-        "zplan": {"seq": seq, "checkpointing": checkpointing},
+        "gradient_clipping": 0.0 if early else 1.0,
+        "zplan": {"seq": seq, "checkpointing": checkpointing, "optimizer_in_backward": early},
     }
     device = own_device()
     with Meter(device) as meter:
@@ -56,7 +59,7 @@ def main() -> None:
         out = sys.stdout.write
         out(
             f"== {name} stage {stage} mb {micro_batch} seq {seq} k {accumulation} {checkpointing} "
-            f"world {engine.world_size}\n"
+            f"{'optimizer in backward ' if early else ''}world {engine.world_size}\n"
         )
         wrong = [r for r in (*c.lines, *c.peaks) if r.difference]
         for r in sorted(wrong, key=lambda r: -abs(r.difference))[:14]:

@@ -2,9 +2,11 @@
 
 torchrun --standalone --nproc-per-node N tests/bench/gpu_speed.py MODEL MICRO_BATCH SEQ
     [full] [compile] [fused] [deterministic] [stageN] [accum=K] [rounds=3] [fsdp2] [fsdp2-keep] [deepspeed]
+    [unclipped] [in-backward]
 
 `fsdp2-keep` is FSDP2 without resharding after forward, the peer of stages 1 and 2; `fused` puts our own kernels into
-its model. Ratios are of runs side by side: their median, and the least and the largest.
+its model. `unclipped` is zplan without clipping, `in-backward` that with the optimizer in backward. Ratios are of runs
+side by side: their median, and the least and the largest.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from training import Made, say, step_of, time_steps, zplan_engine
 
 from zplan.runtime.mesh import Mesh
 
-PEERS = ("fsdp2", "fsdp2-keep", "deepspeed")
+PEERS = ("fsdp2", "fsdp2-keep", "deepspeed", "unclipped", "in-backward")
 
 
 def make(runtime: str, case: Case, mesh: Mesh) -> Made:
     if runtime == "zplan":
         engine = zplan_engine(case)
+        return step_of(engine), engine.close
+    if runtime in ("unclipped", "in-backward"):
+        early = {"optimizer_in_backward": runtime == "in-backward"}
+        engine = zplan_engine(case, gradient_clipping=0.0, zplan=early)
         return step_of(engine), engine.close
     if runtime == "deepspeed":
         return deepspeed_step(case, mesh)
