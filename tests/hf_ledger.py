@@ -67,7 +67,7 @@ def _renamed(lines: list[Line], time: Timeline, named: Timeline) -> list[Line]:
     out = []
     for line in lines:
         own = names.get(f"reduce.{line.id.removeprefix('grads.')}", "")
-        out.append(replace(line, id=f"grads.{own.partition('.')[2]}") if own else line)
+        out.append(line._replace(id=f"grads.{own.partition('.')[2]}") if own else line)
     return out
 
 
