@@ -23,7 +23,6 @@ from zplan.cuda_ops import compiler
 from zplan.cuda_ops.halves import merge, split
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-SPLIT = 3
 WORDS = 8
 """64-bit words of the table that one slice takes."""
 
@@ -90,11 +89,11 @@ class FusedAdamW:
         kinds = {s.half_copy.dtype for s in slices if s.half_copy is not None}
         assert len(kinds) <= 1, f"half copies of several dtypes: {kinds}"
         self._kind = KINDS[kinds.pop()] if kinds else 0
+        self._defines, self._max_blocks = dict(defines or {}), max_blocks
         if any(s.low is not None for s in slices):
             assert all(s.low is not None for s in slices), "some masters are split and some are not"
-            self._kind = SPLIT
-        self._macros = {**compiler.TUNED["adamw"], **(defines or {})}
-        self._defines, self._max_blocks = defines, max_blocks
+            self._defines["SPLIT"] = 1
+        self._macros = {**compiler.TUNED["adamw"], **self._defines}
         self._addresses: list[int] = []
         self._params = _AdamW()
 

@@ -24,7 +24,7 @@ OLDEST_CAPABILITY = (7, 5)
 PRELUDE = "numeric.cuh"
 
 TUNED: dict[str, dict[str, int]] = {
-    "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},
+    "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "SPLIT": 0},
     "norm": {"BLOCK": 512, "UNROLL": 4, "STREAM": 0},
     "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 0, "NUM_ENTRIES": 64},
     "sums": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},

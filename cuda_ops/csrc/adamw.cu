@@ -2,16 +2,15 @@
 //
 // Each element is read and written once: 28 bytes, or 30 where a 16-bit copy of the new value is kept beside the master;
 // a master that is split into its bf16 weight and what that lacks needs no copy. The list is cut into chunks of CHUNK
-// elements of one slice each. BLOCK, CHUNK, UNROLL and STREAM come with the compiler's options.
-
-const int SPLIT = 3;  // `kind` of slices whose masters are split
+// elements of one slice each. BLOCK, CHUNK, UNROLL, STREAM and SPLIT come with the compiler's options; with SPLIT masters
+// are split.
 
 struct Slice {
-    void* master;  // float; short where it is split: the bits that the bf16 value lacks
+    void* master;  // float; with SPLIT short: the bits that the bf16 value lacks
     const float* grad;
     float* exp_avg;
     float* exp_avg_sq;
-    void* half_copy;  // 16-bit, or null; the upper halves of split masters
+    void* half_copy;  // 16-bit, or null; with SPLIT the upper halves of the masters
     i64 numel;
     i64 first_chunk;
     float lr_scale;
@@ -59,20 +58,18 @@ __device__ __forceinline__ void split(float x, unsigned short& high, short& low)
     low = (short)rest;
 }
 
-__device__ __forceinline__ float4 load_master(const Slice& s, int kind, i64 i) {
-    if (kind != SPLIT) return pull<float4>((const float*)s.master + i);
+__device__ __forceinline__ float4 load_master(const Slice& s, i64 i) {
+#if SPLIT
     ushort4 h = pull<ushort4>((const unsigned short*)s.half_copy + i);
     short4 l = pull<short4>((const short*)s.master + i);
     return make_float4(merge(h.x, l.x), merge(h.y, l.y), merge(h.z, l.z), merge(h.w, l.w));
+#else
+    return pull<float4>((const float*)s.master + i);
+#endif
 }
 
 __device__ __forceinline__ void store_master(const Slice& s, int kind, i64 i, float4 p) {
-    if (kind != SPLIT) {
-        push((float*)s.master + i, p);
-        if (kind == BF16) Format<BF16>::store4(s.half_copy, i, p);
-        if (kind == FP16) Format<FP16>::store4(s.half_copy, i, p);
-        return;
-    }
+#if SPLIT
     ushort4 h;
     short4 l;
     split(p.x, h.x, l.x);
@@ -81,6 +78,11 @@ __device__ __forceinline__ void store_master(const Slice& s, int kind, i64 i, fl
     split(p.w, h.w, l.w);
     push((unsigned short*)s.half_copy + i, h);
     push((short*)s.master + i, l);
+#else
+    push((float*)s.master + i, p);
+    if (kind == BF16) Format<BF16>::store4(s.half_copy, i, p);
+    if (kind == FP16) Format<FP16>::store4(s.half_copy, i, p);
+#endif
 }
 
 __device__ __forceinline__ void vectors(const Slice& s, int kind, i64 begin, i64 end, const Coefficients& c) {
@@ -92,7 +94,7 @@ __device__ __forceinline__ void vectors(const Slice& s, int kind, i64 begin, i64
             i64 i = base + 4 * BLOCK * u;
             if (i < end) {
                 g[u] = pull<float4>(s.grad + i);
-                p[u] = load_master(s, kind, i);
+                p[u] = load_master(s, i);
                 m[u] = pull<float4>(s.exp_avg + i);
                 v[u] = pull<float4>(s.exp_avg_sq + i);
             }
@@ -121,26 +123,29 @@ __device__ __forceinline__ void edges(
     for (i64 k = threadIdx.x; k < (head - begin) + (end - tail); k += BLOCK) {
         i64 i = k < head - begin ? begin + k : tail + k - (head - begin);
         float m = s.exp_avg[i], v = s.exp_avg_sq[i];
+#if SPLIT
         unsigned short* high = (unsigned short*)s.half_copy + i;
         short* low = (short*)s.master + i;
-        float p = kind == SPLIT ? merge(*high, *low) : ((const float*)s.master)[i];
-        p = advance(p, s.grad[i], m, v, c);
-        s.exp_avg[i] = m;
-        s.exp_avg_sq[i] = v;
-        if (kind == SPLIT) {
-            split(p, *high, *low);
-            continue;
-        }
+        split(advance(merge(*high, *low), s.grad[i], m, v, c), *high, *low);
+#else
+        float p = advance(((const float*)s.master)[i], s.grad[i], m, v, c);
         ((float*)s.master)[i] = p;
         if (kind == BF16) Format<BF16>::store(s.half_copy, i, p);
         if (kind == FP16) Format<FP16>::store(s.half_copy, i, p);
+#endif
+        s.exp_avg[i] = m;
+        s.exp_avg_sq[i] = v;
     }
 }
 
 // Whole vectors where all arrays reach a 16-byte boundary (8 in 16 bits) at the same element, else one by one.
 __device__ __forceinline__ void update(const Slice& s, int kind, i64 begin, i64 end, const Coefficients& c) {
     i64 head = begin + ((0 - ((u64)(s.exp_avg + begin) >> 2)) & 3);
-    bool whole = kind == SPLIT ? aligned((const short*)s.master + head, 8) : aligned((const float*)s.master + head, 16);
+#if SPLIT
+    bool whole = aligned((const short*)s.master + head, 8);
+#else
+    bool whole = aligned((const float*)s.master + head, 16);
+#endif
     bool fits = head < end && whole && aligned(s.grad + head, 16) && aligned(s.exp_avg + head, 16) &&
                 aligned(s.exp_avg_sq + head, 16) &&
                 (kind == FP32 || aligned((unsigned short*)s.half_copy + head, 8));

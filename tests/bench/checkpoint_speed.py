@@ -38,6 +38,7 @@ from zplan.runtime.checkpoint_ranges import state_tensor, states_of
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.engine import Engine
+from zplan.runtime.halves import Halves
 from zplan.runtime.initialize import initialize, meta_init
 from zplan.runtime.rendezvous import Rendezvous
 
@@ -66,7 +67,13 @@ def start(million: int) -> Engine:
 
 def states(engine: Engine) -> dict[str, torch.Tensor]:
     """This rank's states under names of its own, so that torch.distributed.checkpoint writes them all."""
-    return {f"{engine.rank}.{u.name}.{s}": state_tensor(u, s).detach() for u in engine.trained for s in states_of(u)}
+    found = {}
+    for u in engine.trained:
+        for s in states_of(u):
+            kept = state_tensor(u, s)
+            parts = (kept.low, *kept.high) if isinstance(kept, Halves) else (kept,)
+            found |= {f"{engine.rank}.{u.name}.{s}.{i}": t.detach() for i, t in enumerate(parts)}
+    return found
 
 
 def on_host(engine: Engine) -> memoryview:
@@ -145,7 +152,7 @@ def rounds(engine: Engine, folder: Path, count: int) -> dict[str, list[float]]:
         sums, drawn = [bit_sum(t) for t in states(engine).values()], torch.get_rng_state()
         with torch.no_grad():
             for t in states(engine).values():
-                t.add_(1.0)
+                t.add_(1)
         torch.rand(100)
         clock("load", lambda: engine.load_checkpoint(out))
         assert [bit_sum(t) for t in states(engine).values()] == sums, "a load gave other states"
