@@ -12,6 +12,7 @@ from pathlib import Path
 
 import case_reading as reading
 import pytest
+from case_asking import KNOWN_FACTS, Given, check
 
 GOLDEN = Path(__file__).parent / "golden" / "cases.csv"
 with GOLDEN.open(encoding="utf-8", newline="") as file:
@@ -41,12 +42,12 @@ def half_a_digit(number):
 
 def is_right(case, fact, folder):
     """Whether zplan's answer is what the fact says; and the answer, for a message."""
-    given = reading.Given(case["model"], {**json.loads(case["setup"]), **fact.get("at", {})}, folder)
+    given = Given(case["model"], {**json.loads(case["setup"]), **fact.get("at", {})}, folder)
     if "verdict" in fact:
         found = reading.verdict(given)
         return found == fact["verdict"], found
     if "lint" in fact:
-        rules = reading.check(given).rules
+        rules = check(given).rules
         return set(fact["lint"]) <= rules, sorted(rules)
     if "cause" in fact:
         return reading.named(given, fact["cause"]), fact["cause"]
@@ -80,7 +81,7 @@ def test_every_word_of_a_case_is_read():
     """No fact of a report is in the file and ignored: what moves no number is listed as such."""
     words = {key for case in CASES for key in json.loads(case["setup"])}
     words |= {key for _, fact in FACTS for key in fact.get("at", {})}
-    assert words <= reading.KNOWN_FACTS
+    assert words <= KNOWN_FACTS
     asked = {fact["quantity"].rpartition("_")[0] for _, fact in FACTS if "quantity" in fact}
     asked |= {fact["quantity"] for _, fact in FACTS if "quantity" in fact}
     assert set(reading.QUANTITIES) <= asked and set(reading.UNREAD) <= asked

@@ -30,11 +30,11 @@ def table(claims):
     )
 
 
-@pytest.mark.skipif(not REWRITE, reason="only `make golden` rewrites")
-def test_rewrite():
-    found = {c["id"]: READ[c["id"]]() for c in CLAIMS}
+def rewrite():
+    """Verdicts and numbers as zplan says them now, in the golden file and in the document."""
     for c in CLAIMS:
-        c["number"], c["verdict"] = found[c["id"]].number, found[c["id"]].verdict
+        said = READ[c["id"]]()
+        c["number"], c["verdict"] = said.number, said.verdict
     with GOLDEN.open("w", encoding="utf-8", newline="") as out:
         writer = csv.DictWriter(out, list(CLAIMS[0]), lineterminator="\n")
         writer.writeheader()
@@ -44,6 +44,7 @@ def test_rewrite():
     DOC.write_text(f"{head}{MARK}\n{table(CLAIMS)}\n", encoding="utf-8")
 
 
+@pytest.mark.skipif(REWRITE, reason="being rewritten")
 @pytest.mark.parametrize("claim", CLAIMS, ids=[c["id"] for c in CLAIMS])
 def test_what_zplan_says_of_a_claim(claim):
     said = READ[claim["id"]]()
@@ -64,6 +65,9 @@ def test_a_condition_that_changes_nothing_is_an_error():
 
 
 def test_every_claim_is_there_once_and_the_document_shows_them():
+    if REWRITE:
+        rewrite()
+        pytest.skip("rewritten")
     assert sorted(READ) == sorted(c["id"] for c in CLAIMS) and len(CLAIMS) == 42
     counts = Counter(c["verdict"] for c in CLAIMS)
     print(dict(counts))  # noqa: T201 - the tally, with -s
