@@ -41,7 +41,7 @@ check: lint types test
 
 # Rewrites what the documents show of commands' output; look at the diff.
 golden:
-	ZPLAN_REWRITE=1 $(PYTHON) -m pytest -q tests/test_readme.py tests/test_config_doc.py
+	ZPLAN_REWRITE=1 $(PYTHON) -m pytest -q tests/test_readme.py tests/test_config_doc.py tests/test_claims.py
 
 bench:
 	$(PYTHON) tests/bench/cold_start.py

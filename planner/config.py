@@ -57,6 +57,13 @@ class ZeroSizes:
     sub_group_size: int = 1_000_000_000
     pin_memory: bool = True
     """Of what is offloaded."""
+    optimizer_buffer_count: int = 4
+    """`offload_optimizer.buffer_count`: pinned buffers of the largest sub-group that states on NVMe pass through."""
+    param_buffer_count: int = 5
+    """`offload_param.buffer_count`: pinned buffers of `param_buffer_size` that parameters on NVMe pass through."""
+    param_buffer_size: int = 100_000_000
+    param_max_in_cpu: int = 1_000_000_000
+    """`offload_param.max_in_cpu`: of parameters on NVMe, so many of a rank's have room in host memory."""
 
 
 @dataclass(frozen=True)

@@ -163,19 +163,34 @@ def _nvme(view: View) -> list[Cost]:
     return [Cost("NVMe buffers, pinned", count * size * view.itemsize, "host", formula)]
 
 
+def bf16_savings(view: View) -> int:
+    """Bytes a parameter that master weights (2) and moments (4) in bf16 are smaller than in fp32."""
+    block = view.block("bf16")
+    if block.get("bf16_master_weights_and_grads") is not True:
+        return 0
+    return 6 if block.get("bf16_optimizer_states") is True else 2
+
+
+def gpu_rate(view: View) -> Rate:
+    """Bytes a trained parameter where nothing is offloaded: the textbook's row, less what is kept in bf16."""
+    rate, less = TEXTBOOK[view.stage], bf16_savings(view)
+    return Rate(rate.whole, rate.split - less) if rate.split else Rate(rate.whole - less, 0)
+
+
 def state_rates(view: View) -> tuple[Rate, Rate]:
     """Bytes a parameter on the GPU and on the host, as textbooks count them, with what is offloaded moved over.
 
-    Offloaded states are master weights, both moments and fp32 gradients, which go down as they are reduced; offloaded
-    parameters are the 16-bit weights.
+    Offloaded states are master weights, both moments and gradients in the masters' dtype, which go down as they are
+    reduced; offloaded parameters are the 16-bit weights.
     """
     stage, states, params = view.stage, view.offload("optimizer") == "cpu", view.offload("param") == "cpu"
     if not view.stage or not states:
-        return TEXTBOOK[stage], Rate(0, 2) if stage == 3 and params else Rate(0, 0)
-    on_host = 18 if params and stage == 3 else 16
+        return gpu_rate(view), Rate(0, 2) if stage == 3 and params else Rate(0, 0)
+    less = bf16_savings(view)
+    on_host = (18 if params and stage == 3 else 16) - less - (2 if less else 0)
     if stage == 3:
         return Rate(0, 0 if params else 2), Rate(0, on_host)
-    return Rate(2 if stage == 2 else 4, 0), Rate(0, 16)
+    return Rate(2 if stage == 2 else 4, 0), Rate(0, on_host)
 
 
 def _states(view: View, num_params: int) -> list[Cost]:
@@ -184,8 +199,8 @@ def _states(view: View, num_params: int) -> list[Cost]:
     found = []
     if s.trainable is not None:
         stage, world = view.stage, s.gpus or 1
-        frozen = Rate(0, 2) if stage == 3 else Rate(2, 0)
-        nbytes = frozen.of(num_params - s.trainable, world) + TEXTBOOK[stage].of(s.trainable, world)
+        frozen = Rate(0, view.itemsize) if stage == 3 else Rate(view.itemsize, 0)
+        nbytes = frozen.of(num_params - s.trainable, world) + gpu_rate(view).of(s.trainable, world)
         found.append(Cost("model states", nbytes, "GPU", f"{s.trainable:,} of {num_params:,} parameters trained"))
     elif gpu.whole + gpu.split and (s.gpus is not None or not gpu.split):
         n = s.gpus or 1

@@ -134,11 +134,12 @@ BF16_NEUTRAL: dict[str, Neutral] = {
 
 OFFLOAD_HONOURED = ("device", "ratio")
 _IO = "it tunes DeepSpeed's own transfers"
+_BUFFERS = "zplan has host buffers of its own; with --runtime deepspeed these are counted"
 OFFLOAD_INERT: dict[str, str] = {
     "nvme_path": "bytes are counted, not placed",
     "pin_memory": "zplan pins what is offloaded to the host, at its exact size",
-    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"), _IO),
-    "cpuadam_cores_perc": _IO,
+    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), _BUFFERS),
+    **dict.fromkeys(("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc"), _IO),
 }
 """Of both offload blocks; `ratio` is the optimizer's."""
 

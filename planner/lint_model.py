@@ -87,6 +87,26 @@ def lower_stage(view: View) -> Iterator[Finding]:
             return
 
 
+def loading(view: View) -> Iterator[Finding]:
+    """Stage 3 splits a model as it is made under zero.Init; one that is made before is whole on every rank first."""
+    s = view.subject
+    if view.stage != 3 or s.num_params is None or s.gpus is None or s.gpus == 1:
+        return
+    each, ranks = view.itemsize * s.num_params, -(-s.gpus // s.nodes)
+    host = 4 * ranks * s.num_params
+    over = s.host_mem_bytes is not None and host > s.host_mem_bytes
+    message = (
+        f"a model that is loaded before DeepSpeed's config is known is whole on every rank: {format_si(each)} on each "
+        f"GPU that it goes to, and in fp32 {format_si(host)} of a node's memory for {ranks} ranks"
+    )
+    if over and s.host_mem_bytes is not None:
+        message += f", more than {format_si(s.host_mem_bytes)}"
+    fix = "make TrainingArguments or HfDeepSpeedConfig before from_pretrained and keep it, or build under zero.Init"
+    yield view.find(
+        "no-zero-init", "warning" if over else "note", ("zero_optimization", "stage"), message, fix, nbytes=host
+    )
+
+
 def experts(view: View) -> Iterator[Finding]:
     """At stage 3 an expert that gets no tokens on one rank never asks for its gather, and the others wait."""
     s = view.subject
@@ -131,4 +151,4 @@ def activations(view: View) -> Iterator[Finding]:
         yield view.find("activations-do-not-fit", "warning", (), message, fix, nbytes=nbytes)
 
 
-RULES = (gather_on_save, fits, lower_stage, experts, weights_dtype, batch_norm, activations)
+RULES = (gather_on_save, fits, lower_stage, loading, experts, weights_dtype, batch_norm, activations)

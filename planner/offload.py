@@ -80,6 +80,8 @@ def _without(line: Line, placements: Sequence[Placement], moved: Sequence[Placem
         return [_away(line, TIERS[choice.offload.params])]
     if not line.id.startswith(("optim.", "grads.shard.", "grads.full.", "params.shard.")):
         return [line]
+    if line.id.startswith("params.") and choice.offload.params == "none":
+        return [line]
     units = _class_of(line, placements)
     if not units:
         return [line]
@@ -120,10 +122,12 @@ def _gradients(moved: Sequence[Placement], choice: Choice, time: Timeline) -> li
 
 
 def _shards(moved: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """Shards in the compute dtype that slots are filled from."""
+    """Shards in the compute dtype that slots are filled from; without fp32 masters they are on the device anyway."""
     rows = [(p, p.owned_numel * choice.itemsize, time.always) for p in moved if p.ringed]
     lines = by_class("params.shard", rows, "states")
     if choice.offload.params == "none":
+        if not kind_of(choice.optimizer).master:
+            return []
         return [line._replace(source="estimate", note=NOTE, low=line.nbytes, high=line.nbytes) for line in lines]
     return [_away(line, TIERS[choice.offload.params]) for line in lines]
 

@@ -193,6 +193,14 @@ KINDS: dict[str, OptimizerKind] = {
             note="no fp32 master weights: weights and second moments are rounded stochastically",
         ),
         OptimizerKind(
+            "adamw8bit-bf16",
+            (State("exp_avg", 1, 256), State("exp_avg_sq", 1, 256)),
+            "",
+            2,
+            master=False,
+            note="no fp32 master weights; moments as of adamw8bit",
+        ),
+        OptimizerKind(
             "adamw-bf16-states",
             (State("exp_avg", BF16), State("exp_avg_sq", BF16)),
             "",

@@ -16,11 +16,6 @@ from zplan.planner.peer_zero import ALIGNMENT, split
 from zplan.planner.peer_zero3 import params_of, part_numel, sub_groups
 from zplan.planner.timeline import Timeline
 
-SWAP_BUFFERS = 4
-"""`offload_optimizer.buffer_count`: pinned buffers of the largest sub-group that states pass through."""
-PARAM_BUFFERS, PARAM_BUFFER_NUMEL = 5, 100_000_000
-"""`offload_param.buffer_count` and `buffer_size`."""
-
 _Z12, _Z3, _SWAP = (
     f"DeepSpeed 0.19.8 {name}" for name in ("zero/stage_1_and_2.py", "zero/stage3.py", "runtime/swap_tensor")
 )
@@ -87,8 +82,9 @@ def _stage3(spec: ModelSpec, choice: Choice, time: Timeline) -> Iterator[Line]:
         for name in ("optim.master", *MOMENTS, "grads.nvme"):
             note = f"{_SWAP}: one file a sub-group"
             yield line(name, FP32 * part, always, "states", note, tier="nvme", source="estimate")
-        note = f"{_SWAP}: buffer_count {SWAP_BUFFERS} of the largest sub-group in fp32"
-        yield _pinned("offload.nvme.states", [FP32 * max(groups)] * SWAP_BUFFERS, choice, time, note)
+        count = choice.zero.optimizer_buffer_count
+        note = f"{_SWAP}: buffer_count {count} of the largest sub-group in fp32"
+        yield _pinned("offload.nvme.states", [FP32 * max(groups)] * count, choice, time, note)
     yield from _params(spec, choice, time)
 
 
@@ -104,6 +100,10 @@ def _params(spec: ModelSpec, choice: Choice, time: Timeline) -> Iterator[Line]:
     elif choice.offload.params == "nvme":
         note = f"{_SWAP}: one file a parameter"
         yield line("params.shard", nbytes, [time.always], "states", note, tier="nvme", source="estimate")
-        note = f"{_SWAP}: buffer_count {PARAM_BUFFERS} x buffer_size {PARAM_BUFFER_NUMEL:,}"
-        sizes = [PARAM_BUFFERS * PARAM_BUFFER_NUMEL * choice.itemsize]
+        z = choice.zero
+        note = f"{_SWAP}: buffer_count {z.param_buffer_count} x buffer_size {z.param_buffer_size:,}"
+        sizes = [z.param_buffer_count * z.param_buffer_size * choice.itemsize]
         yield _pinned("offload.nvme.params", sizes, choice, time, note)
+        room = min(z.param_max_in_cpu, part_numel(params_of(trained(spec.units)), choice.world_size))
+        note = f"{_Z3}: _create_param_groups_fp16_flat_cpu_memory, max_in_cpu {z.param_max_in_cpu:,}"
+        yield _pinned("params.cpu", [room * choice.itemsize], choice, time, note)

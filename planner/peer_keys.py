@@ -13,6 +13,7 @@ from zplan.planner import dskeys
 from zplan.planner.config import Runtime, ZeroSizes
 from zplan.planner.dsschema import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, TOP, UNPREFIXED, ZERO, Key
 from zplan.planner.errors import ZplanError
+from zplan.planner.peer_plan import OFFLOAD_SIZES
 from zplan.planner.peer_rules import NAMES
 
 ZPLAN_ONLY = ("ring_slots", "reduce", "transport")
@@ -21,15 +22,11 @@ ZPLAN_ONLY = ("ring_slots", "reduce", "transport")
 _COUNTED = ("stage", "offload_optimizer", "offload_param", *(f.name for f in fields(ZeroSizes)))
 
 _DECIDES = (
-    "contiguous_gradients",
     "stage3_model_persistence_threshold",
     "stage3_module_granularity_threshold",
     "stage3_use_all_reduce_for_fetch_params",
 )
 """Keys of `zero_optimization` that move DeepSpeed's bytes and are counted at its defaults alone."""
-
-_NVME_DECIDES = ("buffer_count", "buffer_size")
-"""Likewise of an offload block whose device is NVMe."""
 
 
 def peer_notes(config: Mapping[str, Any], runtime: Runtime, where: str) -> tuple[str, ...]:
@@ -83,21 +80,12 @@ def _at_default(config: Mapping[str, Any], zero: Mapping[str, Any], where: str) 
     for name, schema in (("offload_optimizer", OFFLOAD_OPTIMIZER), ("offload_param", OFFLOAD_PARAM)):
         inner = zero.get(name) or {}
         block = f"`{name}` of `zero_optimization` of {where}"
-        defaults = _nvme_defaults(name)
+        known: tuple[str, ...] = (*dskeys.OFFLOAD_HONOURED, "pin_memory", "nvme_path")
         if inner.get("device") == "nvme":
-            _refuse(inner, defaults, _NVME_DECIDES, block)
-        known = (*dskeys.OFFLOAD_HONOURED, "pin_memory", "nvme_path")
-        left = [k for k, v in inner.items() if k not in known and _differs(v, defaults.get(k, schema.get(k)))]
+            known = (*known, *OFFLOAD_SIZES[name])
+        left = [k for k, v in inner.items() if k not in known and _differs(v, schema.get(k))]
         if left:
             yield block, left
-
-
-def _nvme_defaults(name: str) -> dict[str, Key]:
-    from zplan.planner.peer_host import PARAM_BUFFER_NUMEL, PARAM_BUFFERS, SWAP_BUFFERS
-
-    if name == "offload_optimizer":
-        return {"buffer_count": Key("int", SWAP_BUFFERS)}
-    return {"buffer_count": Key("int", PARAM_BUFFERS), "buffer_size": Key("int", PARAM_BUFFER_NUMEL)}
 
 
 def _differs(value: Any, key: Key | None) -> bool:

@@ -15,6 +15,17 @@ from zplan.planner.reading import check_keys, refuse_type
 OWN = ("tensor_parallel", "sequence_parallel_size")
 """Top-level keys that only a plan for DeepSpeed has."""
 
+OFFLOAD_SIZES: dict[str, dict[str, str]] = {
+    "offload_optimizer": {"buffer_count": "optimizer_buffer_count"},
+    "offload_param": {
+        "buffer_count": "param_buffer_count",
+        "buffer_size": "param_buffer_size",
+        "max_in_cpu": "param_max_in_cpu",
+    },
+}
+"""Block -> its keys -> fields of `ZeroSizes`."""
+OF_OFFLOAD = ("pin_memory", *(name for block in OFFLOAD_SIZES.values() for name in block.values()))
+
 
 def deepspeed_config(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
     """A config of zplan's with DeepSpeed's own sizes, offload and parallelism, every value explicit.
@@ -24,11 +35,11 @@ def deepspeed_config(config: Mapping[str, Any], choice: Choice) -> dict[str, Any
     z, off = choice.zero, choice.offload
     zero = {
         **config["zero_optimization"],
-        **{f.name: getattr(z, f.name) for f in fields(ZeroSizes) if f.name != "pin_memory"},
+        **{f.name: getattr(z, f.name) for f in fields(ZeroSizes) if f.name not in OF_OFFLOAD},
         "allgather_bucket_size": z.reduce_bucket_size,
         "stage3_param_persistence_threshold": z.stage3_param_persistence_threshold,
-        "offload_optimizer": _place(off.optimizer, z),
-        "offload_param": _place(off.params, z),
+        "offload_optimizer": _place(off.optimizer, z, "offload_optimizer"),
+        "offload_param": _place(off.params, z, "offload_param"),
         **({"zero_hpz_partition_size": choice.hpz} if choice.hpz > 1 else {}),
     }
     return {
@@ -41,11 +52,14 @@ def deepspeed_config(config: Mapping[str, Any], choice: Choice) -> dict[str, Any
     }
 
 
-def _place(device: str, sizes: ZeroSizes) -> dict[str, Any]:
+def _place(device: str, sizes: ZeroSizes, block: str) -> dict[str, Any]:
     if device == "none":
         return {"device": "none"}
-    path = {"nvme_path": "/local_nvme"} if device == "nvme" else {}
-    return {"device": device, "pin_memory": sizes.pin_memory, **path}
+    found: dict[str, Any] = {"device": device, "pin_memory": sizes.pin_memory}
+    if device == "nvme":
+        found["nvme_path"] = "/local_nvme"
+        found |= {key: getattr(sizes, name) for key, name in OFFLOAD_SIZES[block].items()}
+    return found
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,14 +135,29 @@ def read_sizes(config: Mapping[str, Any], source: str) -> ZeroSizes:
     found: dict[str, Any] = {}
     for item in fields(ZeroSizes):
         value = block.get(item.name)
-        if value is None or value == "auto" or item.name == "pin_memory":
+        if value is None or value == "auto" or item.name in OF_OFFLOAD:
             continue
-        pattern = getattr(ZeroSizes(), item.name)
-        whole = value if isinstance(value, bool) or not isinstance(value, float) else int(value)
-        _same_type(item.name, f"`zero_optimization` of `{source}`", whole, pattern)
-        found[item.name] = whole
-    for key in ("offload_optimizer", "offload_param"):
+        found[item.name] = _size(item.name, item.name, value, f"`zero_optimization` of `{source}`")
+    for key, sizes in OFFLOAD_SIZES.items():
         inner = block.get(key)
-        if isinstance(inner, Mapping) and isinstance(inner.get("pin_memory"), bool):
+        if not isinstance(inner, Mapping):
+            continue
+        if isinstance(inner.get("pin_memory"), bool):
             found["pin_memory"] = inner["pin_memory"]
+        for own, name in sizes.items():
+            if inner.get(own) is not None:
+                found[name] = _size(own, name, inner[own], f"`{key}` of `{source}`")
     return ZeroSizes(**found)
+
+
+def _size(key: str, name: str, value: Any, where: str) -> Any:
+    """A value of the type that a field of `ZeroSizes` has; `1e8` is whole."""
+    whole = int(value) if isinstance(value, float) and value == int(value) else value
+    _same_type(key, where, whole, getattr(ZeroSizes(), name))
+    return whole
+
+
+def counted_here(note: str) -> bool:
+    """Whether a note says of a key that zplan's runtime takes nothing from it, and DeepSpeed's ledger does."""
+    keys = ("pin_memory", *(key for block in OFFLOAD_SIZES.values() for key in block))
+    return note.startswith(tuple(f"`{key}` of `{block}`" for key in keys for block in OFFLOAD_SIZES))

@@ -188,6 +188,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
         _drop_zplans_own(fixed, fixed_by, settings)
         if fixed.get("runtime") == "deepspeed" and "config" in given:
             fixed["zero"] = _sizes(given["config"])
+            notes = _still_true(notes)
         if tuning is not None and fixed.get("runtime", "zplan") != "zplan":
             raise ZplanError(f"`--lora` is not counted with --runtime {fixed['runtime']}", "use --runtime zplan")
     return Request(
@@ -232,6 +233,13 @@ def _sizes(config: str | os.PathLike[str] | Mapping[str, Any]) -> ZeroSizes:
     if isinstance(config, Mapping):
         return read_sizes(config, "config")
     return read_sizes(read_config(config)[0], os.path.basename(os.fspath(config)))
+
+
+def _still_true(notes: tuple[str, ...]) -> tuple[str, ...]:
+    """Without the notes on keys that change nothing in zplan's runtime and are counted for DeepSpeed."""
+    from zplan.planner.peer_plan import counted_here
+
+    return tuple(note for note in notes if not counted_here(note))
 
 
 def _settle_checkpointing(fixed: dict[str, Any], fixed_by: dict[str, str]) -> None:

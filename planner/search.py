@@ -28,7 +28,7 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.folding import ENDS, Folding, Vectors, by_part, fold, foldable, unfolded
 from zplan.planner.halving import largest_multiple, last_good
 from zplan.planner.hardware import Hardware
-from zplan.planner.ledger import Kind, Ledger, Line
+from zplan.planner.ledger import Kind, Ledger, Line, Tier
 from zplan.planner.overhead import overhead_lines
 from zplan.planner.peer_rules import PARALLEL, allowed_stages, check_shape, data_parallel
 from zplan.planner.placement import place
@@ -36,7 +36,7 @@ from zplan.planner.predict import predict
 from zplan.planner.request import Request
 from zplan.planner.sequence import IMAGES, SEQ_STEP, check_seq, default_seq
 from zplan.planner.sources import Model
-from zplan.planner.textbook import Rate, runtime_rate
+from zplan.planner.textbook import Rate, off_device_rates, runtime_rate
 from zplan.planner.tiers import OffDevice
 from zplan.planner.timeline import Timeline, timeline
 
@@ -278,11 +278,15 @@ class Search:
         if not self.remainder or not missing:
             return ()
         whole = Rate(0, choice.itemsize) if choice.sharded else Rate(choice.itemsize, 0)
-        rate = whole if self.model.spec.adapters else runtime_rate(choice)
-        note = f"{missing:,} parameters that the assumed shape lacks, at {rate.formula()} bytes"
-        nbytes = rate.of(missing, choice.world_size)
-        always = (0, len(phases) - 1)
-        return (Line("states.remainder", nbytes, (always,), "states", source="derived", note=note),)
+        rates: dict[Tier, Rate] = {"device": whole if self.model.spec.adapters else runtime_rate(choice)}
+        if not self.model.spec.adapters:
+            rates |= off_device_rates(choice)
+        always, lines = (0, len(phases) - 1), []
+        for tier, rate in rates.items():
+            note = f"{missing:,} parameters that the assumed shape lacks, at {rate.formula()} bytes"
+            nbytes = rate.of(missing, choice.world_size)
+            lines.append(Line("states.remainder", nbytes, (always,), "states", tier, "derived", note))
+        return tuple(lines)
 
     def folding(self, choice: Choice) -> Folding:
         """The folded model for a choice's ring."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zplan.planner.config import Choice
+from zplan.planner.config import Choice, Place
+from zplan.planner.ledger import Tier
 from zplan.planner.optimizers import kind_of
 from zplan.planner.placement import shards_states, splits_masters
 
@@ -84,3 +85,29 @@ def runtime_rate(choice: Choice) -> Rate:
     if choice.stage == 1 and choice.accumulation > 1 and not choice.deterministic:
         return Rate(weights + reduced, master + kind.nominal)
     return Rate(weights, master + kind.nominal + reduced)
+
+
+def off_device_rates(choice: Choice) -> dict[Tier, Rate]:
+    """Bytes a parameter that zplan's runtime holds off the device, by memory, where all is offloaded.
+
+    States lie where the optimizer does, gradients on the host, shards where the parameters do; what the host steps on
+    without fp32 masters is such a shard, or a copy of one.
+
+    Examples
+    --------
+    >>> from zplan.planner.config import Offload
+    >>> {t: r.formula() for t, r in off_device_rates(Choice(3, 8, offload=Offload("nvme", "cpu"))).items()}
+    {'nvme': '12P/N', 'pinned': '6P/N'}
+    """
+    where = choice.offload
+    if choice.runtime != "zplan" or where.optimizer == "none" or where.ratio != 1:
+        return {}
+    kind, weights = kind_of(choice.optimizer), choice.itemsize
+    tiers: dict[Place, Tier] = {"cpu": "pinned", "nvme": "nvme"}
+    stepped = 4 if kind.master else weights if where.params != where.optimizer else 0
+    found: dict[Tier, int] = {tiers[where.optimizer]: stepped + kind.nominal}
+    found["pinned"] = found.get("pinned", 0) + choice.reduce_itemsize
+    if where.params != "none":
+        found[tiers[where.params]] = found.get(tiers[where.params], 0) + weights
+    split = shards_states(choice)
+    return {tier: Rate(0, n) if split else Rate(n, 0) for tier, n in found.items()}

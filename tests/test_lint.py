@@ -325,6 +325,38 @@ def test_states_on_the_card_and_on_the_host():
     assert "stage-3-where-lower-fits" not in check(zero(3), num_params=7 * 10**9, gpus=8, mem_bytes=24 * 2**30).rules
 
 
+def test_frozen_and_narrow_states_at_their_own_size():
+    """fp32 weights that nobody trains are 4 bytes each; bf16 masters and moments make 16 bytes of a parameter 10."""
+    p = 12_900_000_000
+    frozen = {"num_params": p, "trainable": 0, "gpus": 2}
+    assert cost(check({**MICRO} | zero(3), **frozen), "model states") == 4 * p // 2
+    assert cost(check({**MICRO} | zero(2), **frozen), "model states") == 4 * p
+    assert cost(check({**MICRO, "bf16": {"enabled": True}} | zero(3), **frozen), "model states") == 2 * p // 2
+    masters = {"enabled": True, "bf16_master_weights_and_grads": True}
+    for states, offloaded, rate in ((False, 12, 14), (True, 8, 10)):
+        config = {**MICRO, "bf16": {**masters, "bf16_optimizer_states": states}}
+        for stage in (0, 1, 2, 3):
+            whole = {0: rate, 1: 4, 2: 2, 3: 0}[stage]
+            found = cost(check({**config} | zero(stage), num_params=p, gpus=8), "model states")
+            assert found == p * whole + p * (rate - whole) // 8
+        r = check({**config} | zero(3, offload_optimizer=CPU), num_params=p, gpus=8)
+        assert cost(r, "offloaded states") == offloaded * p, "masters, moments and gradients of 2 bytes"
+
+
+@pytest.mark.parametrize(
+    ("stage", "gpus", "host", "severity"),
+    [(3, 8, None, "note"), (3, 8, 600, "note"), (3, 8, 256, "warning"), (3, 1, 256, None), (2, 8, 256, None)],
+)
+def test_a_model_that_is_loaded_before_the_config_is_whole_on_every_rank(stage, gpus, host, severity):
+    r = check(zero(stage), num_params=15_517_480_960, gpus=gpus, host_mem_bytes=host and host * 10**9)
+    found = [f for f in r.findings if f.rule == "no-zero-init"]
+    assert [f.severity for f in found] == ([severity] if severity else [])
+    if found:
+        assert found[0].nbytes == 8 * 4 * 15_517_480_960
+        assert "31.03 GB on each GPU" in found[0].message and "496.56 GB" in found[0].message
+        assert ("more than 256.0 GB" in found[0].message) == (severity == "warning")
+
+
 def test_saving_and_buffers_against_the_model():
     save = zero(3, stage3_gather_16bit_weights_on_model_save=True)
     r = check(save, num_params=9_400_000_000, mem_bytes=16 * 10**9)

@@ -124,6 +124,27 @@ def test_the_textbook_rates_on_four_ranks(stage):
     assert (ringed > 0) == (stage == 3)
 
 
+@pytest.mark.parametrize(
+    ("more", "rates"),
+    [
+        ({"offload": "cpu"}, {"pinned": 16}),
+        ({"offload": "cpu", "offload_params": "cpu"}, {"pinned": 18}),
+        ({"offload": "nvme", "offload_params": "cpu"}, {"nvme": 12, "pinned": 6}),
+        ({"offload": "nvme", "offload_params": "nvme"}, {"nvme": 14, "pinned": 4}),
+        ({"offload": "cpu", "optimizer": "adamw-bf16"}, {"pinned": 10}),
+        ({"offload": "cpu", "offload_params": "cpu", "optimizer": "adamw-bf16"}, {"pinned": 10}),
+    ],
+)
+def test_parameters_that_the_assumed_shape_lacks_are_counted_off_the_device_too(more, rates):
+    """A count alone: what each memory holds of states and gradients is its rate times that count."""
+    e = zplan.estimate(params=7e9, gpus=8, mem=24, stage=3, seq=128, checkpointing="full", **more)
+    ids = ("optim.master", "optim.weights", "optim.exp_avg", "params.shard", "grads.host", "states.remainder")
+    for tier, rate in rates.items():
+        held = 8 * total(e.row.ledger, ids, tier)
+        assert held == pytest.approx(rate * 7e9, rel=2e-5), tier
+        assert total(e.row.ledger, "states.remainder", tier) > 0
+
+
 def test_offloaded_parameters_leave_a_ring_on_one_gpu_too():
     alone = predict(SPEC, choose(3, 1, BOTH))
     assert total(alone, "params.ring.", "device") and not total(alone, "params.shard.", "device")

@@ -117,6 +117,15 @@ def test_bytes_a_parameter(name, rates):
     assert runtime_rate(Choice(0, 1, optimizer=name)).whole == 2 + nominal + 4
 
 
+def test_eight_bit_states_with_and_without_masters():
+    """2 + 8 / 256 bytes of moments either way; without masters that is all there is beside weights and gradients."""
+    with_masters, without = states("adamw8bit"), states("adamw8bit-bf16")
+    moments = [with_masters[k] for k in ("optim.exp_avg", "optim.exp_avg_sq")]
+    assert moments == [without[k] for k in ("optim.exp_avg", "optim.exp_avg_sq")]
+    assert 2 * without["P"] < sum(moments) < 2.05 * without["P"]
+    assert "optim.master" in with_masters and "optim.master" not in without
+
+
 def test_pure_bf16_keeps_shards_where_there_is_a_ring():
     found = states("adamw-bf16", stage=3, world_size=4, ring_slots=2)
     assert found["params.shard"] and "optim.master" not in found

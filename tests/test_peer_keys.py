@@ -84,24 +84,13 @@ def test_deepspeed_follows_its_sizes_and_tells_of_the_rest():
     ("zero", "message", "hint"),
     [
         (
-            {"contiguous_gradients": False},
-            "`contiguous_gradients` false of `zero_optimization` of `config` is not counted with --runtime deepspeed",
-            "use true, DeepSpeed's default, or leave it out",
-        ),
-        (
             {"model_persistence_threshold": 10},
             "`stage3_model_persistence_threshold` 10 of `zero_optimization` of `config` is not counted with --runtime "
             "deepspeed",
             "leave it out",
         ),
-        (
-            {"offload_optimizer": {"device": "nvme", "buffer_count": 8}},
-            "`buffer_count` 8 of `offload_optimizer` of `zero_optimization` of `config` is not counted with --runtime "
-            "deepspeed",
-            "use 4, DeepSpeed's default, or leave it out",
-        ),
     ],
-    ids=["contiguous_gradients", "model_persistence_threshold", "buffer_count"],
+    ids=["model_persistence_threshold"],
 )
 def test_what_would_move_deepspeeds_bytes_is_refused(zero, message, hint):
     with pytest.raises(ZplanError) as caught:

@@ -372,6 +372,34 @@ def test_plans_of_other_runtimes(tmp_path, asked):
     assert json.loads(emit(made, "deepspeed")[0]) == config
 
 
+def test_buffers_of_nvme_offload_are_those_of_the_config():
+    """The pinned buffers of a report whose host memory they filled: 5 x 1e8 elements, and 4 x 1e9."""
+    nvme = {"device": "nvme", "nvme_path": "/scratch"}
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {**nvme, "buffer_count": 6},
+        "offload_param": {**nvme, "pin_memory": False},
+    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    held = {}
+    for count, size, room in ((5, 1e8, 5e8), (4, 1e9, 0)):
+        zero["offload_param"] |= {"buffer_count": count, "buffer_size": size, "max_in_cpu": room}
+        e = zplan.estimate("llama-2-7b", gpus=1, mem=80, runtime="deepspeed", config=config)
+        held[count] = {x.id: x for x in e.lines if x.tier == "host"}
+        assert [note for note in e.notes if "buffer" in note or "max_in_cpu" in note or "pin_memory" in note] == []
+    assert (held[5]["offload.nvme.params"].nbytes, held[5]["params.cpu"].nbytes) == (10**9, 10**9)
+    assert held[4]["offload.nvme.params"].nbytes == 8 * 10**9 and "params.cpu" not in held[4]
+    assert "buffer_count 6 of" in held[5]["offload.nvme.states"].note
+    made = zplan.plan("llama-3.2-1b", gpus=1, mem=80, runtime="deepspeed", config=config)
+    written = json.loads(emit(made, "deepspeed")[0])["zero_optimization"]
+    assert written["offload_optimizer"]["buffer_count"] == 6
+    assert written["offload_param"] | nvme | {"nvme_path": "/local_nvme"} == written["offload_param"]
+    assert [written["offload_param"][key] for key in ("buffer_count", "buffer_size", "max_in_cpu")] == [4, 10**9, 0]
+    zero["offload_param"]["buffer_count"] = 2.5
+    with pytest.raises(ZplanError, match="`buffer_count`"):
+        zplan.estimate("llama-2-7b", gpus=1, mem=80, runtime="deepspeed", config=config)
+
+
 def test_a_changed_choice_in_a_plan_is_refused(tmp_path):
     made = zplan.plan("llama-3.2-1b", gpus=4, mem=80, runtime="fsdp2")
     save_plan(made, tmp_path / "plan.json")
