@@ -71,6 +71,17 @@ _FOUR_NORMS = (
     *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 
+_GEMMA3 = Style(
+    norm="gemma",
+    act="gelu",
+    scaled=True,
+    layout="sandwich",
+    norms=_FOUR_NORMS,
+    masks=2,
+    head_norms="turned",
+    tables=2,
+)
+
 STYLES: dict[str, Style] = {
     "qwen2": Style(),
     "qwen3": Style(head_norms="head"),
@@ -80,16 +91,8 @@ STYLES: dict[str, Style] = {
     "deepseek_v3": Style(),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
     "gemma2": Style(norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2),
-    "gemma3_text": Style(
-        norm="gemma",
-        act="gelu",
-        scaled=True,
-        layout="sandwich",
-        norms=_FOUR_NORMS,
-        masks=2,
-        head_norms="turned",
-        tables=2,
-    ),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,
     "phi3": Style(qkv="fused", feed_fused=True, rotation=rotate_front_at_once),
     "olmo2": Style(
         norm="olmo",
@@ -128,7 +131,7 @@ STYLES: dict[str, Style] = {
         feed=("fc1", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
     ),
-    # These lay their layers out themselves: `planner/hfgpts.py`, `planner/hfvit.py`.
+    # These lay their layers out themselves: `planner/hfgpts.py`, `planner/hft5.py`, `planner/hfvit.py`.
     "gptj": Style(
         norm="layer",
         act="gelu_new",
@@ -139,6 +142,7 @@ STYLES: dict[str, Style] = {
     ),
     "falcon": Style(norm="layer", act="gelu", gated=False, feed=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")),
     "bloom": Style(norm="layer", act="gelu", gated=False),
+    "t5": Style(gated=False, rotation=None),
     "vit": Style(
         norm="layer",
         act="gelu",

@@ -125,6 +125,10 @@ def taken_as(arch: Architecture) -> tuple[str, ...]:
     if arch.family == "vit":
         size, patches = arch.trait("image"), arch.max_seq - 1
         return (f"a sequence is one image, {size} x {size} pixels in fp32: {patches} patches and a class token",)
+    if arch.family == "gemma3":
+        return ("batches are text alone: the image tower has states and gradient buffers, and no activations",)
+    if arch.family == "t5":
+        return ("--seq tokens go into the encoder, and as many into the decoder",)
     return ()
 
 
@@ -181,10 +185,10 @@ def _gemma2(keys: Keys, hidden: int) -> Traits:
 
 
 def _gemma3_text(keys: Keys, hidden: int) -> Traits:
+    """The class reads `attn_logit_softcapping` and does not use it."""
     return {
         **_biases(keys),
         "window": keys.integer("sliding_window", 4096),
-        "capped_scores": keys.config.get("attn_logit_softcapping") is not None,
         "capped_logits": keys.config.get("final_logit_softcapping") is not None,
     }
 
@@ -329,8 +333,12 @@ def _with(keys: Keys, **defaults: int) -> Keys:
 
 
 def _t5(keys: Keys, hidden: int) -> Traits:
-    gated = keys.text("feed_forward_proj", "relu").startswith("gated")
+    words = keys.text("feed_forward_proj", "relu").split("-")
+    gated = words[0] == "gated"
+    act = "gelu_new" if words == ["gated", "gelu"] else words[-1]
     return {
+        f"act_{act}": True,
+        "not_counted": act not in ("relu", "gelu_new", "silu", "gelu"),
         "gated": gated,
         "plain": not gated,
         "buckets": keys.integer("relative_attention_num_buckets", 32),
@@ -366,9 +374,13 @@ def _gemma3(keys: Keys) -> Architecture:
     tower = _with(vision, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, image_size=224, patch_size=16)
     # A head that pools the patches is built with the tower although nothing reads it.
     keys.refuse("vision_use_head", vision.flag("vision_use_head", default=True), (False,))
-    arch = read_shape("gemma3_text", text)
+    from zplan.planner.hfdropout import with_dropout
+
+    arch = with_dropout(read_shape("gemma3_text", text), text)
     patch = tower.integer("patch_size", None)
     traits: Traits = {
+        # The class with the tower leaves its logits as they are.
+        "capped_logits": False,
         "vision": tower.integer("hidden_size", None),
         "vision_ffn": tower.integer("intermediate_size", None),
         "vision_layers": tower.integer("num_hidden_layers", None),

@@ -10,6 +10,7 @@ from zplan.planner.costs import costs
 from zplan.planner.lint import whole
 from zplan.planner.need import Setup, setup_lines
 from zplan.planner.oom_log import POOL_BLOCKS, OutOfMemory, Phase, segment_bytes
+from zplan.planner.stacks import kind
 
 FP32 = 4
 _FORWARD: tuple[Phase, ...] = ("forward", "backward")
@@ -59,8 +60,11 @@ def _activations(setup: Setup) -> Iterator[Candidate]:
     if every_block is None:
         from dataclasses import replace
 
-        for label, nbytes in profile(setup.spec, replace(choice, checkpointing="none"))["block"].detail:
-            yield Candidate("act.block.backward", f"{label} of the block that is run again", nbytes, _FORWARD)
+        blocks = {kind(unit.name) for unit in setup.spec.units if unit.kind == "block"}
+        for unit, found in profile(setup.spec, replace(choice, checkpointing="none")).items():
+            if unit in blocks:
+                for label, nbytes in found.detail:
+                    yield Candidate(f"act.{unit}.backward", f"{label} of the block that is run again", nbytes, _FORWARD)
 
 
 def _parameters(setup: Setup) -> Iterator[Candidate]:
