@@ -138,7 +138,7 @@ def prefers_eager(arch: Architecture) -> bool:
 def _only_eager(arch: Architecture) -> bool:
     """Whether a class refuses fused attention; or torch has no kernel for Falcon's one pair of keys and values."""
     one_pair = arch.family == "falcon" and arch.kv_heads < arch.heads and not arch.trait("grouped")
-    return arch.family in ("gemma2", "bloom") or one_pair
+    return arch.family in ("gemma2", "bloom", "gpt_oss") or one_pair
 
 
 def _class_tape(arch: Architecture) -> type[StepTape]:
@@ -162,6 +162,10 @@ def _class_tape(arch: Architecture) -> type[StepTape]:
         from zplan.planner.hfmla import TAPES as MLA_TAPES
 
         return MLA_TAPES[arch.family]
+    if arch.family == "gpt_oss":
+        from zplan.planner.hfgptoss import GptOssTape
+
+        return GptOssTape
     from zplan.planner.hfgpts import TAPES
     from zplan.planner.hftape import ClassTape
 

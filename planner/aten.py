@@ -519,9 +519,20 @@ class Aten:
     # Routing
 
     def topk(self, x: Value, k: int) -> tuple[Value, Value]:
-        """Values and int64 indices of the largest `k` of the last dim; the gradient is scattered into zeros."""
+        """Values and int64 indices of the largest `k` of the last dim; the gradient is scattered into zeros.
+
+        In place, but not under the dispatch mode that measures on a CPU: see [Note: observer effect] in
+        `runtime/meter.py`.
+        """
         shape, itemsize = x.shape, x.itemsize
-        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "topk.grad")])
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            zeros = self.tape.new(shape, itemsize, "topk.grad")
+            if not self.table.in_place_accumulation:
+                zeros = self.tape.new(shape, itemsize, "topk.grad")
+            return [zeros]
+
+        node = self.tape.node([x], backward)
         values = self.tape.new((*shape[:-1], k), itemsize, "topk")
         indices = self.tape.new((*shape[:-1], k), INT64, "topk.indices")
         self.tape.finish(node, values, saved=[indices])
@@ -585,18 +596,16 @@ class Aten:
         return self.view(x, (*x.shape, 1))
 
     def grouped_mm(self, x: Value, weight: Value, offsets: Value) -> Value:
-        """Rows (S, in), sorted by expert, times their expert's matrix of a parameter (E, out, in)."""
-        w = self.transpose(weight, 1, 2)
-        x_shape, w_shape = x.shape, w.shape
-        left, right = x.node is not None, w.node is not None
+        """Rows (S, in), sorted by expert, times their expert's matrix of (E, in, out)."""
+        x_shape, w_shape, w_strides = x.shape, weight.shape, weight.strides
+        left, right = x.node is not None, weight.node is not None
 
         def backward(g: Grads, s: Grads) -> Outs:
             self.tape.multiply(*x_shape, w_shape[2], times=left + right)
-            strides = (w_shape[1] * w_shape[2], 1, w_shape[1])
-            second = self.tape.new(w_shape, g[0].itemsize, "mm.weight", strides=strides) if right else None
+            second = self.tape.new(w_shape, g[0].itemsize, "mm.weight", strides=w_strides) if right else None
             return [self.tape.new(x_shape, g[0].itemsize, "mm.input") if left else None, second]
 
-        node = self.tape.node([x, w], backward, *_factors(x, w), offsets)
+        node = self.tape.node([x, weight], backward, *_factors(x, weight), offsets)
         self.tape.multiply(*x_shape, w_shape[2])
         out = self.tape.new((x_shape[0], w_shape[2]), x.itemsize, "grouped_mm")
         self.tape.finish(node, out)

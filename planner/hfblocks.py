@@ -14,7 +14,16 @@ from zplan.planner.aten import FP32, Aten
 from zplan.planner.config import Attention
 from zplan.planner.families import Params
 from zplan.planner.hfmoe import experts
-from zplan.planner.hfops import Norm, activate, norm, rotate, rotate_front, rotate_front_at_once, rotate_in_fp32
+from zplan.planner.hfops import (
+    Norm,
+    activate,
+    norm,
+    rotate,
+    rotate_front,
+    rotate_front_at_once,
+    rotate_halves,
+    rotate_in_fp32,
+)
 from zplan.planner.models import Architecture
 from zplan.planner.tape import Value
 
@@ -89,6 +98,7 @@ STYLES: dict[str, Style] = {
     "mixtral": Style(),
     "deepseek_v2": Style(),
     "deepseek_v3": Style(),
+    "gpt_oss": Style(norm="olmo", rotation=rotate_halves, masks=2),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
     "gemma2": Style(norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2),
     "gemma3_text": _GEMMA3,

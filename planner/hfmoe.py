@@ -6,6 +6,9 @@ grouped products need no padding, and imbalance costs time but no bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from zplan.planner.aten import FP32, INT64, Aten
 from zplan.planner.families import Params
 from zplan.planner.models import Architecture
@@ -34,7 +37,33 @@ def _route(op: Aten, weight: Value, arch: Architecture, x: Value) -> tuple[Value
     return logits, op.to(top, x.itemsize if arch.trait("scores_cast") else FP32), chosen
 
 
-def run_experts(op: Aten, p: Params, arch: Architecture, x: Value, weights: Value, chosen: Value) -> Value:
+def _gate(op: Aten, x: Value) -> Value:
+    gate, up = op.split(x, 2)
+    return op.mul(op.named("experts.act", op.unary(gate, "silu")), up)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a class keeps and runs its experts.
+
+    Attributes
+    ----------
+    gate
+        Of the rows (S, 2F) of both first projections, what goes into the last one.
+    turned
+        Weights are (E, in, out) instead of (E, out, in).
+    """
+
+    gate: Callable[[Aten, Value], Value] = _gate
+    turned: bool = False
+
+
+PLAIN = Experts()
+
+
+def run_experts(  # noqa: PLR0913  (the router's results, and what they are used with)
+    op: Aten, p: Params, arch: Architecture, x: Value, weights: Value, chosen: Value, kind: Experts = PLAIN
+) -> Value:
     """What rows (N, C) become in the experts `chosen` for them, (N, k), summed with the `weights` of these."""
     tape, k = op.tape, arch.trait("experts_per_token")
     rows = x.shape[0] * k
@@ -45,22 +74,32 @@ def run_experts(op: Aten, p: Params, arch: Architecture, x: Value, weights: Valu
     histogram_input = tape.new((rows,), INT32, "experts.ids")
     counts = tape.new((arch.trait("experts"),), INT32, "experts.counts")
     offsets = op.like(counts, "experts.offsets")
-    out = op.named("experts.gate_up", op.grouped_mm(picked, p["mlp.experts.gate_up_proj"], offsets))
-    out = op.named("experts.act * up", _gate(op, out))
-    out = op.named("experts.output", op.grouped_mm(out, p["mlp.experts.down_proj"], offsets))
+    bias = _bias(op, p, "gate_up_proj", ids)
+    out = op.named("experts.gate_up", _grouped(op, picked, p["mlp.experts.gate_up_proj"], offsets, bias, kind))
+    out = op.named("experts.act * up", kind.gate(op, out))
+    bias = _bias(op, p, "down_proj", ids)
+    out = op.named("experts.output", _grouped(op, out, p["mlp.experts.down_proj"], offsets, bias, kind))
     weighted = op.mul(out, op.unsqueeze_last(flat))
     inverse = tape.new((rows,), INT64, "experts.inverse")
     _arange(op, rows)
     weighted = op.index(weighted, inverse)
     total = op.sum(op.view(weighted, (x.shape[0], k, x.shape[1])), 1)
-    del ids, histogram_input, chosen
+    del histogram_input, chosen
     return op.to(total, x.itemsize)
+
+
+def _bias(op: Aten, p: Params, name: str, ids: Value) -> Value | None:
+    """A row for each row, of its expert."""
+    table = p.get(f"mlp.experts.{name}_bias")
+    return None if table is None else op.named("experts.bias", op.index(table, ids))
+
+
+def _grouped(  # noqa: PLR0913  (a product's operands)
+    op: Aten, x: Value, weight: Value, offsets: Value, bias: Value | None, kind: Experts
+) -> Value:
+    out = op.grouped_mm(x, weight if kind.turned else op.transpose(weight, 1, 2), offsets)
+    return out if bias is None else op.add_(out, bias)
 
 
 def _arange(op: Aten, rows: int) -> None:
     op.tape.new((rows,), INT64, "experts.arange")
-
-
-def _gate(op: Aten, x: Value) -> Value:
-    gate, up = op.split(x, 2)
-    return op.mul(op.named("experts.act", op.unary(gate, "silu")), up)

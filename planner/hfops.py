@@ -146,3 +146,17 @@ def rotate_pairs(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[
     q_rotated = op.cat((op.sub(op.mul(q1, cos), op.mul(q2, sin)), op.add(op.mul(q2, cos), op.mul(q1, sin))))
     k_rotated = op.cat((op.sub(op.mul(k1, cos), op.mul(k2, sin)), op.add(op.mul(k2, cos), op.mul(k1, sin))))
     return op.named("q, rotated", q_rotated), op.named("k, rotated", k_rotated)
+
+
+def rotate_halves(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
+    """As `rotate`, from tables of half a head."""
+    cos, sin = op.unsqueeze(cos, 1), op.unsqueeze(sin, 1)
+    q_rotated = _rotated_halves(op, q, cos, sin)
+    return op.named("q, rotated", q_rotated), op.named("k, rotated", _rotated_halves(op, k, cos, sin))
+
+
+def _rotated_halves(op: Aten, x: Value, cos: Value, sin: Value) -> Value:
+    first, second = op.split(x, 2)
+    turned = op.sub(op.mul(first, cos), op.mul(second, sin))
+    other = op.add(op.mul(second, cos), op.mul(first, sin))
+    return op.cat((turned, other))

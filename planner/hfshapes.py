@@ -266,7 +266,12 @@ def _mixtral(keys: Keys, hidden: int) -> Traits:
 
 def _gpt_oss(keys: Keys, hidden: int) -> Traits:
     traits = _sparse("num_local_experts")(_with(keys, num_experts_per_tok=4, num_local_experts=128), hidden)
-    return {**traits, **_biases(keys, default=True), "expert_ffn": keys.integer("intermediate_size", 2880)}
+    return {
+        **traits,
+        **_biases(keys, default=True),
+        "expert_ffn": keys.integer("intermediate_size", 2880),
+        "window": keys.integer("sliding_window", 128),
+    }
 
 
 def _deepseek(defaults: Mapping[str, int]) -> Callable[[Keys, int], Traits]:

@@ -82,7 +82,7 @@ def _split(nbytes: int) -> tuple[int, int]:
 class Storage:
     """Bytes that live from birth to death. `born` and `died` are phase indices."""
 
-    __slots__ = ("again", "at", "born", "coefficient", "died", "label", "owner", "refs")
+    __slots__ = ("again", "at", "beside", "born", "coefficient", "died", "label", "owner", "refs")
 
     def __init__(self, at: int, coefficient: int, label: str, born: int) -> None:
         self.at, self.coefficient, self.label, self.born = at, coefficient, label, born
@@ -92,6 +92,8 @@ class Storage:
         """Unit of the parameter whose gradient it is."""
         self.died: int | None = None
         self.refs = 0
+        self.beside: Value | None = None
+        """The rest of a size that is no monomial, such as T (T + 1); it lives as long as this."""
 
 
 class Value:
@@ -288,6 +290,10 @@ class Tape:
             self.written[-1][at] += coefficient
         return self._value(shape, itemsize, strides or row_major(shape), self._allocate(at, coefficient, label))
 
+    def extend(self, value: Value, shape: Sequence[int]) -> None:
+        """Let a value's storage be larger by so many elements: two monomials together."""
+        value.storage.beside = self.new(shape, value.itemsize, value.storage.label)
+
     def multiply(self, *extents: int, times: int = 1) -> None:
         """Count matrix products of these extents, once their node is there: two operations for each combination."""
         at, count = _split(math.prod(extents))
@@ -347,6 +353,7 @@ class Tape:
                 self._note()
             self._live[storage.at] -= storage.coefficient
         storage.died = len(self.phases) - 1
+        storage.beside = None
 
     def _note(self) -> None:
         self.levels[-1].add(tuple(self._live))
@@ -539,7 +546,10 @@ class Tape:
             return old if new is None else new
         if self.in_place_accumulation and not leaf and old.storage.refs == 1 and is_dense(old.shape, old.strides):
             return old
-        return self.new(old.shape, old.itemsize, "grad.sum", strides=dense_like(old.shape, old.strides))
+        total = self.new(old.shape, old.itemsize, "grad.sum", strides=dense_like(old.shape, old.strides))
+        if old.storage.beside is not None:
+            self.extend(total, old.storage.beside.shape)
+        return total
 
     def _accumulate(self, node: Accumulate, gradients: Gradients) -> Gradients:
         unit, gradient = node.unit, gradients[0]

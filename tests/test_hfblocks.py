@@ -120,6 +120,15 @@ CASES = {
         "topk_group": 2,
         "first_k_dense_replace": 2,
     },
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 16},
+    "gpt_oss, no groups": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "attention_bias": False,
+    },
     "gpt_neox": {
         "model_type": "gpt_neox",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
@@ -155,7 +164,7 @@ CASES = {
     "bloom, 6 heads": _GPT
     | {"model_type": "bloom", "n_embd": 96, "hidden_size": 96, "n_head": 6, "num_attention_heads": 6},
 }
-EAGER_ONLY = ("gemma2", "falcon, one", "bloom")
+EAGER_ONLY = ("gemma2", "falcon, one", "bloom", "gpt_oss")
 
 
 def predicted(config: dict, choice: Choice) -> dict[str, int]:
@@ -271,7 +280,7 @@ def test_what_the_lists_leave_out_is_refused():
     with pytest.raises(ZplanError, match="with windows of 32 tokens .* fused attention of 32 tokens"):
         predicted(window, choose(1, 32, "bf16", "none"))
     assert predicted(window, choose(1, 32, "bf16", "none", "eager"))
-    for name in ("gemma2", "bloom"):
+    for name in ("gemma2", "bloom", "gpt_oss"):
         with pytest.raises(ZplanError, match=f"`{name}` refuses fused attention"):
             predicted(SMALL | CASES[name], choose(1, 8, "bf16", "none"))
     with pytest.raises(ZplanError, match="4 heads on one key-value head has no kernel"):
@@ -320,6 +329,7 @@ DROPPED = {
     "phi3": {"resid_pdrop": 0.1},
     "qwen2": {"attention_dropout": 0.1},
     "deepseek_v3": {"attention_dropout": 0.1},
+    "gpt_oss": {"attention_dropout": 0.1},
     "gptj": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     "falcon, groups": {"hidden_dropout": 0.1},
     "falcon, serial": {"hidden_dropout": 0.1, "attention_dropout": 0.1},

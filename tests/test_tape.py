@@ -47,6 +47,25 @@ def test_levels_are_exact_for_every_batch_and_sequence():
     kept.clear()
 
 
+def test_what_is_beside_a_storage_lives_as_long():
+    """T (T + 1) elements are two monomials."""
+    tape, op = start()
+    x = op.scale(tape.parameter((PRIME_T, PRIME_T), 2, UnitGradients("u")))
+    tape.enter("one")
+    out = tape.new((PRIME_T, PRIME_T), 2, "wide")
+    tape.extend(out, (PRIME_T, 1))
+    assert peak(tape, t=10) == 2 * 10 * 10
+    again = out.alias()
+    del out
+    tape.enter("two")
+    assert peak(tape, t=10) == 2 * (10 * 10 + 10 * 11)
+    del again
+    tape.enter("three")
+    tape.enter("four")
+    assert peak(tape, t=10) == 2 * 10 * 10
+    del x
+
+
 def test_kernel_bytes_count_in_their_own_half():
     tape, _ = start()
     tape.enter("one")
