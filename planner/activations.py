@@ -141,35 +141,12 @@ def _only_eager(arch: Architecture) -> bool:
     return arch.family in ("gemma2", "bloom", "gpt_oss") or one_pair
 
 
-def _class_tape(arch: Architecture) -> type[StepTape]:
-    if arch.family == "bert":
-        from zplan.planner.hfbert import BertTape
+def _step_tape(arch: Architecture) -> type[StepTape]:
+    if arch.runnable:
+        return DecoderTape
+    from zplan.planner.hfclasses import class_tape
 
-        return BertTape
-    if arch.family == "gemma3":
-        from zplan.planner.hfgemma3 import Gemma3Tape
-
-        return Gemma3Tape
-    if arch.family == "t5":
-        from zplan.planner.hft5 import T5Tape
-
-        return T5Tape
-    if arch.family == "vit":
-        from zplan.planner.hfvit import VitTape
-
-        return VitTape
-    if arch.family.startswith("deepseek"):
-        from zplan.planner.hfmla import TAPES as MLA_TAPES
-
-        return MLA_TAPES[arch.family]
-    if arch.family == "gpt_oss":
-        from zplan.planner.hfgptoss import GptOssTape
-
-        return GptOssTape
-    from zplan.planner.hfgpts import TAPES
-    from zplan.planner.hftape import ClassTape
-
-    return TAPES.get(arch.family, ClassTape)
+    return class_tape(arch.family)
 
 
 def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -> tuple[Line, ...]:
@@ -408,7 +385,7 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     arch = _architecture(spec, choice)
     table, small = DEVICES[choice.device], _small(arch, choice, None)
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
-    make = DecoderTape if arch.runnable else _class_tape(arch)
+    make = _step_tape(arch)
     recipe = replace(_recipe(choice), checkpointing="none")
     make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(
         *_extents(arch, choice)
@@ -433,7 +410,7 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     runtime: Runtime,
 ) -> Simulation:
     table, units = DEVICES[device], _units(arch, adapters)
-    make: type[StepTape] = DecoderTape if arch.runnable else _class_tape(arch)
+    make = _step_tape(arch)
     if runtime == "zplan":
         tape = Tape(in_place_accumulation=table.in_place_accumulation)
         run = make(Aten(tape, table), arch, units, ITEMSIZE[precision], recipe)

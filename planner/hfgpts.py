@@ -229,6 +229,3 @@ class FalconTape(PairTape):
             return super()._masks(ids)
         self.op.masked = True
         return [self._future(*ids.shape)]
-
-
-TAPES: dict[str, type[ClassTape]] = {"gptj": GptjTape, "falcon": FalconTape}

@@ -293,6 +293,3 @@ def _turned(op: Aten, x: Value, turns: Value) -> Value:
     out = op.like(x, "mul")
     op.tape.finish(node, out)
     return out
-
-
-TAPES: dict[str, type[ClassTape]] = {"deepseek_v2": Mla2Tape, "deepseek_v3": MlaTape}

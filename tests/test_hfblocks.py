@@ -62,6 +62,7 @@ CASES = {
     "gemma3_text, capped": {
         "model_type": "gemma3_text",
         "sliding_window": 64,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     },
