@@ -52,19 +52,25 @@ CASES = {
 DROPPED = {"text_config": TEXT | {"attention_dropout": 0.1}}
 
 
-def observed(config: dict, choice) -> dict[str, int]:
-    hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
-    model = transformers.AutoModelForImageTextToText.from_config(hf)
+def modules_of(model) -> dict:
     base = model.model.language_model
-    modules = {
+    return {
         "embed": base.embed_tokens,
         **{f"blocks.{i}": layer for i, layer in enumerate(base.layers)},
         "norm": base.norm,
         "head": model.lm_head,
     }
+
+
+def observed(config: dict, choice) -> dict[str, int]:
+    hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
+    model = transformers.AutoModelForImageTextToText.from_config(hf)
     shape = (choice.micro_batch, choice.seq)
     return observe_class(
-        model, modules, choice, lambda: {name: torch.randint(3, 99, shape) for name in ("input_ids", "labels")}
+        model,
+        modules_of(model),
+        choice,
+        lambda: {name: torch.randint(3, 99, shape) for name in ("input_ids", "labels")},
     )
 
 

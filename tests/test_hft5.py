@@ -38,13 +38,8 @@ CASES = {
 }
 
 
-def observed(config: dict, choice) -> dict[str, int]:
-    hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
-    model = transformers.AutoModelForSeq2SeqLM.from_config(hf)
-    if not config.get("tie_word_embeddings", True):
-        # The class ties on, but checkpoints that say so have a head of their own.
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    modules = {
+def modules_of(model) -> dict:
+    return {
         "embed": model.encoder.embed_tokens,
         **{f"encoder.{i}": layer for i, layer in enumerate(model.encoder.block)},
         "encoder_norm": model.encoder.final_layer_norm,
@@ -52,9 +47,20 @@ def observed(config: dict, choice) -> dict[str, int]:
         "norm": model.decoder.final_layer_norm,
         "head": model.lm_head,
     }
+
+
+def observed(config: dict, choice) -> dict[str, int]:
+    hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(hf)
+    if not config.get("tie_word_embeddings", True):
+        # The class ties on, but checkpoints that say so have a head of their own.
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     shape = (choice.micro_batch, choice.seq)
     return observe_class(
-        model, modules, choice, lambda: {name: torch.randint(3, 100, shape) for name in ("input_ids", "labels")}
+        model,
+        modules_of(model),
+        choice,
+        lambda: {name: torch.randint(3, 100, shape) for name in ("input_ids", "labels")},
     )
 
 

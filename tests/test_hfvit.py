@@ -38,21 +38,24 @@ def tokens(config: dict) -> int:
     return (config["image_size"] // config["patch_size"]) ** 2 + 1
 
 
-def observed(config: dict, choice) -> dict[str, int]:
-    hf = transformers.AutoConfig.for_model(**config, attn_implementation=choice.attention)
-    model = transformers.AutoModelForImageClassification.from_config(hf)
-    modules = {
+def modules_of(model) -> dict:
+    return {
         "embed": model.vit.embeddings,
         **{f"blocks.{i}": layer for i, layer in enumerate(model.vit.layers)},
         "norm": model.vit.layernorm,
         "head": model.classifier,
     }
+
+
+def observed(config: dict, choice) -> dict[str, int]:
+    hf = transformers.AutoConfig.for_model(**config, attn_implementation=choice.attention)
+    model = transformers.AutoModelForImageClassification.from_config(hf)
     pixels = (choice.micro_batch, hf.num_channels, hf.image_size, hf.image_size)
 
     def batch():
         return {"pixel_values": torch.rand(pixels), "labels": torch.randint(7, (choice.micro_batch,))}
 
-    return observe_class(model, modules, choice, batch)
+    return observe_class(model, modules_of(model), choice, batch)
 
 
 KINDS = [
