@@ -307,9 +307,8 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
 
 def _check_t5(choice: Choice) -> None:
     """See [Note: biased attention] in `planner/hft5.py`."""
-    for option, asked in (("--padded", choice.padded), ("--checkpoint-every", choice.checkpoint_every > 1)):
-        if asked:
-            raise ZplanError(f"`{option}` is not counted for model_type `t5`", "leave it out")
+    if choice.checkpoint_every > 1:
+        raise ZplanError("`--checkpoint-every` is not counted for model_type `t5`", "leave it out")
     if choice.attention == "sdpa" and choice.device == "cuda" and choice.seq % BIAS_STEP:
         raise ZplanError(
             f"torch's fused attention pads the position bias of {choice.seq} tokens to a multiple of {BIAS_STEP}, "

@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from zplan.planner.aten import FP32, Aten
+from zplan.planner.aten import BOOL, FP32, INT64, Aten
 from zplan.planner.config import Attention
 from zplan.planner.families import Block as Run
-from zplan.planner.families import Params
+from zplan.planner.families import Params, Recipe
 from zplan.planner.hfmla import attend_plain
 from zplan.planner.hfops import activate
-from zplan.planner.hft5_bias import bias_of_distance, causal_bias
+from zplan.planner.hft5_bias import bias_of_distance, causal_bias, masked_bias
 from zplan.planner.hftape import ClassTape
-from zplan.planner.models import Architecture
+from zplan.planner.models import Architecture, Unit
 from zplan.planner.tape import Value
 
 ACTS = ("relu", "gelu_new", "silu", "gelu")
@@ -48,7 +48,9 @@ class T5Block:
         self.decoder, self.leaf = decoder, leaf
 
     def run(self, names: Sequence[str], x: Value, *values: Value) -> Value:
-        """The layer, called with the values of `names`: `mask`, `own`, `encoded`, `cross`, as far as there are any."""
+        """The layer, called with the values of `names`: `mask` and bias (`own`) of its tokens, where there are any; what
+        it sees, `encoded`, with its `cross_mask` and bias (`cross`).
+        """
         given = dict(zip(names, values, strict=True))
         x, own, _weights = self._self_attention(x, given)
         cross = None
@@ -77,7 +79,9 @@ class T5Block:
     def _cross_attention(self, x: Value, given: dict[str, Value]) -> tuple[Value, Value, Value | None]:
         normed = self._norm(x, 1)
         name = "layer.1.EncDecAttention"
-        out, bias, weights = self._attention(normed, given["encoded"], name, given.get("cross"), None)
+        out, bias, weights = self._attention(
+            normed, given["encoded"], name, given.get("cross"), given.get("cross_mask")
+        )
         return self.op.named("after attention", self.op.add(x, self._drop(out))), bias, weights
 
     def _heads(self, x: Value) -> Value:
@@ -97,7 +101,7 @@ class T5Block:
             out, weights = self._eager(q, k, v, bias, mask)
         else:
             causal = self.decoder and name.endswith("SelfAttention")
-            out, weights = self._fused(q, k, v, bias, causal=causal), None
+            out, weights = self._fused(q, k, v, self._as_mask(bias, mask, causal=causal)), None
         out = op.reshape(out, (*x.shape[:2], self.arch.heads * self.arch.head_dim))
         return self._linear(out, f"{name}.o"), bias, weights
 
@@ -114,18 +118,19 @@ class T5Block:
     def itemsize(self) -> int:
         return self.p["layer.0.layer_norm.weight"].itemsize
 
-    def _fused(self, q: Value, k: Value, v: Value, bias: Value, *, causal: bool) -> Value:
-        op = self.op
-        mask, dropout = self._mask(bias, causal=causal), bool(self.arch.trait("attention_dropout"))
+    def _fused(self, q: Value, k: Value, v: Value, mask: Value) -> Value:
+        op, dropout = self.op, bool(self.arch.trait("attention_dropout"))
         if op.table.kernels or (mask.node is None and not dropout):
             out = op.sdpa(q, k, v, causal=False, added=mask)
         else:
             out = attend_plain(op, q, k, v, mask, dropout=dropout)
         return op.contiguous(op.transpose(out, 1, 2))
 
-    def _mask(self, bias: Value, *, causal: bool) -> Value:
+    def _as_mask(self, bias: Value, mask: Value | None, *, causal: bool) -> Value:
         """The bias in the order of its dims, without what a token may not see."""
-        if causal and bias.shape[-1] > 1:
+        if mask is not None:
+            bias = masked_bias(self.op, bias, mask)
+        elif causal and bias.shape[-1] > 1:
             bias = causal_bias(self.op, bias)
         return self.op.contiguous(bias)
 
@@ -169,15 +174,21 @@ def t5_norm(op: Aten, x: Value, weight: Value) -> Value:
 
 
 class T5Tape(ClassTape):
-    """Both stacks and the head."""
+    """Both stacks and the head. What is padded is the encoder's; a decoder's labels are padded behind what counts."""
+
+    def __init__(self, op: Aten, arch: Architecture, units: Sequence[Unit], itemsize: int, recipe: Recipe) -> None:
+        super().__init__(op, arch, units, itemsize, recipe)
+        op.masked = False  # Each layer makes a mask of its own, of bias and padding.
 
     def stack(self, name: str, embedded: Value, encoded: Value | None = None) -> Value:
         """A stack, its norm and its dropout, of embeddings that its caller lets go of."""
         arch, decoder = self.arch, encoded is not None
         layers = arch.trait("decoder_layers") if decoder else arch.layers
-        given: dict[str, Value | None] = {"mask": None, "own": None, "encoded": encoded, "cross": None}
+        given: dict[str, Value | None] = {"encoded": encoded}
         if decoder and self.recipe.attention == "eager":
             given["mask"] = self._mask(*embedded.shape[:2])
+        if self.recipe.padded:
+            given["cross_mask" if decoder else "mask"] = self._padding(*embedded.shape[:2])
         biases, leaf = Biases(), self.recipe.checkpointing != "none"
         x = self._drop(embedded)
         for i in range(layers):
@@ -194,6 +205,21 @@ class T5Tape(ClassTape):
         # Layers that run again know this object; the class hands on what it holds by name.
         biases.own = biases.cross = None
         return x
+
+    def _padding(self, batch: int, seq: int) -> Value:
+        """Which tokens of the encoder may be seen, (B, 1, T, T); eager attention adds numbers."""
+        _tokens = self.tape.new((batch, seq), BOOL, "mask of tokens, as bytes")
+        allowed = self._allowed(batch, seq)
+        if self.recipe.attention != "eager":
+            return allowed
+        _numbers = [self.tape.new((), self.itemsize, "mask") for _ in ("zero", "lowest")]
+        return self.op.like(allowed, "mask", self.itemsize)
+
+    def _allowed(self, batch: int, seq: int) -> Value:
+        _indices = [self.tape.new((n,), INT64, "mask.indices") for n in (batch, 1, seq, seq)]
+        _rows = self.tape.new((1, 1, seq, 1), BOOL, "padding mask")
+        _columns = self.tape.new((batch, 1, 1, seq), BOOL, "padding mask")
+        return self.tape.new((batch, 1, seq, seq), BOOL, "padding mask")
 
     def _kept(self, run: Run) -> Run:
         """A layer's call, checkpointed where the recipe says so."""

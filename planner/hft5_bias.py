@@ -5,6 +5,8 @@ Distances are sorted into buckets, whose numbers (T, T) an embedding of one valu
 
 from __future__ import annotations
 
+import math
+
 from zplan.planner.aten import BOOL, FP32, INT64, Aten, Grads, Outs
 from zplan.planner.tape import Value
 
@@ -20,9 +22,15 @@ def bias_of_distance(op: Aten, table: Value, seq: int, *, both_ways: bool) -> Va
 
 
 def causal_bias(op: Aten, bias: Value) -> Value:
-    """The bias, and the lowest number where a token would see a later one: `torch.where`."""
-    causal = _compared(op, bias.shape[-1])
-    shape, strides, itemsize = bias.shape, bias.strides, bias.itemsize
+    """The bias, and the lowest number where a token would see a later one."""
+    return masked_bias(op, bias, _compared(op, bias.shape[-1]))
+
+
+def masked_bias(op: Aten, bias: Value, allowed: Value) -> Value:
+    """The bias, and the lowest number where a mask of bytes, (T, T) or (B, 1, T, T), does not allow: `torch.where`."""
+    batch = allowed.shape[0] if len(allowed.shape) > 2 else 1
+    shape, itemsize = (batch, *bias.shape[1:]), bias.itemsize
+    strides = (math.prod(bias.shape), *bias.strides[1:])
 
     def backward(g: Grads, s: Grads) -> Outs:
         zero = op.tape.new((), itemsize, "bias.number")
@@ -30,7 +38,7 @@ def causal_bias(op: Aten, bias: Value) -> Value:
         del zero
         return [out]
 
-    node = op.tape.node([bias], backward, causal)
+    node = op.tape.node([bias], backward, allowed)
     lowest = op.tape.new((), itemsize, "bias.number")
     out = op.tape.new(shape, itemsize, "where", strides=strides)
     op.tape.finish(node, out)

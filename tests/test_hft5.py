@@ -56,12 +56,15 @@ def observed(config: dict, choice) -> dict[str, int]:
         # The class ties on, but checkpoints that say so have a head of their own.
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     shape = (choice.micro_batch, choice.seq)
-    return observe_class(
-        model,
-        modules_of(model),
-        choice,
-        lambda: {name: torch.randint(3, 100, shape) for name in ("input_ids", "labels")},
-    )
+
+    def batch():
+        found = {name: torch.randint(3, 100, shape) for name in ("input_ids", "labels")}
+        if choice.padded:
+            found["attention_mask"] = torch.ones(shape, dtype=torch.int64)
+            found["attention_mask"][0, -1] = 0
+        return found
+
+    return observe_class(model, modules_of(model), choice, batch)
 
 
 KINDS = [
@@ -77,6 +80,12 @@ KINDS = [
 def test_every_phase_equals_what_an_observer_sees(name, kind):
     config, choice = SMALL | CASES[name], choose(*kind)
     expect_phases(config, choice, observed(config, choice))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_batches_equal_what_an_observer_sees(kind):
+    choice = replace(choose(*kind), padded=True)
+    expect_phases(SMALL, choice, observed(SMALL, choice))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +114,19 @@ def test_laws_on_cuda():
     assert max(base.values()) < max(held(LARGE, replace(one, attention="eager")).values())
 
 
+def test_padding_costs_a_bias_for_each_sequence_on_cuda():
+    b, t, h = 3, 512, 4
+    packed = replace(choose(b, t), device="cuda")
+    saved = []
+    for padded in (False, True):
+        arch, _ = read_architecture(LARGE, "m")
+        found = profile(ModelSpec("m", decoder_units(arch), arch), replace(packed, padded=padded))
+        saved.append([found[stack].saved for stack in ("encoder", "decoder")])
+    own = 2 * h * t * t
+    # In place of the encoder's one for all; beside the decoder's zeros, which all layers share.
+    assert [y - x for x, y in zip(*saved, strict=True)] == [(b - 1) * own, b * own]
+
+
 def test_what_a_layer_keeps_on_cuda():
     """A norm keeps 8 bytes an element and a root, a layer two sums and its bias, a decoder's a causal mask too."""
     b, t, h = 2, 512, 4
@@ -127,12 +149,11 @@ def test_the_tied_table_has_a_gradient_from_head_and_decoder_before_the_encoder(
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"padded": True}, "`--padded` is not counted for model_type `t5`"),
         ({"checkpointing": "full", "checkpoint_every": 2}, "`--checkpoint-every` is not counted"),
         ({"seq": 500}, "pads the position bias of 500 tokens to a multiple of 16"),
         ({"runtime": "deepspeed", "pp": 2}, "`--pp 2` is not counted for model_type `t5`"),
     ],
-    ids=["padded", "segments", "seq", "pp"],
+    ids=["segments", "seq", "pp"],
 )
 def test_what_is_not_counted_is_refused(asked, message):
     with pytest.raises(ZplanError, match=message):
