@@ -48,8 +48,8 @@ class T5Block:
         self.decoder, self.leaf = decoder, leaf
 
     def run(self, names: Sequence[str], x: Value, *values: Value) -> Value:
-        """The layer, called with the values of `names`: `mask` and bias (`own`) of its tokens, where there are any; what
-        it sees, `encoded`, with its `cross_mask` and bias (`cross`).
+        """The layer, called with the values of `names`: `mask` and bias (`own`) of its tokens, if there are any; those
+        it sees, `encoded`, with their `cross_mask` and bias (`cross`).
         """
         given = dict(zip(names, values, strict=True))
         x, own, _weights = self._self_attention(x, given)
