@@ -10,6 +10,7 @@ from zplan.planner.costs import costs
 from zplan.planner.lint import whole
 from zplan.planner.need import Setup, setup_lines
 from zplan.planner.oom_log import POOL_BLOCKS, OutOfMemory, Phase, segment_bytes
+from zplan.planner.sequence import IMAGES
 from zplan.planner.stacks import kind
 
 FP32 = 4
@@ -51,7 +52,8 @@ def _activations(setup: Setup) -> Iterator[Candidate]:
         if line_id in by_id:
             yield Candidate(line_id, what, by_id[line_id].nbytes, phases)
     if setup.spec.arch is not None and "act.head.output" in by_id:
-        tokens = choice.micro_batch * choice.seq
+        images = setup.spec.arch.family in IMAGES  # One row of logits each.
+        tokens = choice.micro_batch * (1 if images else choice.seq)
         yield Candidate("act.loss.saved", "logits in fp32", tokens * setup.spec.arch.vocab * FP32, ("loss", "backward"))
     every_block = setup if setup.checkpointing == "none" else None
     for unit, found in profile(setup.spec, choice).items():

@@ -15,6 +15,7 @@ from zplan.planner.api import estimate
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
 from zplan.planner.models import ModelSpec, decoder_units
+from zplan.planner.report import report
 from zplan.planner.work import model_flops
 
 transformers = pytest.importorskip("transformers")
@@ -166,6 +167,8 @@ def test_an_estimate_says_how_long_both_sides_are(name):
     assert found.counted
     assert found.row.choice.seq == 512
     assert any("into the encoder, and as many into the decoder" in note for note in found.notes)
+    layers = found.model.arch.layers
+    assert f"t5: {layers} + {layers} layers x " in report(found)
 
 
 def test_a_layer_of_the_decoder_attends_twice():

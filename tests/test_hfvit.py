@@ -14,6 +14,7 @@ from zplan.planner.api import estimate
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
 from zplan.planner.models import ModelSpec, decoder_units
+from zplan.planner.report import report
 
 transformers = pytest.importorskip("transformers")
 
@@ -132,3 +133,4 @@ def test_an_estimate_says_what_a_sequence_is(name):
     assert found.counted
     assert found.row.choice.seq == 197
     assert any("one image, 224 x 224 pixels in fp32: 196 patches" in note for note in found.notes)
+    assert ", 1000 classes\n" in report(found)
