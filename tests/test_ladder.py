@@ -275,3 +275,11 @@ def test_no_config_causes_a_traceback(top, zero, gpus, phase):
         assert found.fixed_peak_bytes <= 2 * GIB
     text = LOG.format(tried="64.00 MiB", idle="1.00 MiB")
     assert json.loads(diagnosis_json(diagnose(text, "log", s, None)))["messages"] == 1
+
+
+def test_candidates_of_two_stacks_and_of_images():
+    of_stacks = list(candidates(setup(model="t5-base", seq=512, checkpointing="full")))
+    again = {c.line for c in of_stacks if c.what.endswith("of the block that is run again")}
+    assert again == {"act.encoder.backward", "act.decoder.backward"}
+    logits = [c.nbytes for c in candidates(setup(model="vit-base", seq=197)) if c.what == "logits in fp32"]
+    assert logits == [8 * 1000 * 4]
