@@ -661,11 +661,14 @@ class Aten:
         """Whether fused attention takes fewer key than query heads as they are."""
         return self.table.attention[q.itemsize] != "efficient" and not self.masked
 
-    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
-        """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes."""
+    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True, added: Value | None = None) -> Value:
+        """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes.
+
+        `added` is a mask that the model has made for all layers.
+        """
         kernel, itemsize = self.table.attention[q.itemsize], q.itemsize
         (b, h, t, d), groups, width = q.shape, k.shape[1], v.shape[3]
-        if (self.masked or d != width) and kernel == "flash":
+        if (self.masked or added is not None or d != width) and kernel == "flash":
             kernel = "efficient"  # Flash attention knows the causal mask alone, and heads of one width.
 
         def backward(g: Grads, s: Grads) -> Outs:
@@ -707,6 +710,7 @@ class Aten:
 
         # A mask of bytes is turned into one that is added, anew for each layer, which keeps it.
         bias = [self.tape.new((b, 1, t, t), q.itemsize, "attention bias")] if self.masked else []
+        bias += [] if added is None else [added]
         node = self.tape.node([q, k, v], backward, q, k, v, *bias)
         made = self.tape.product(make)
         self.tape.finish(node, made[0], saved=made)
