@@ -28,7 +28,7 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, Recipe, StepTape
 from zplan.planner.fused import WEIGHT_SUM, check_compiled, chunk_tokens
 from zplan.planner.ledger import Line, Source
-from zplan.planner.models import Adapters, Architecture, ModelSpec, Unit, decoder_units
+from zplan.planner.models import REMOTE, Adapters, Architecture, ModelSpec, Unit, decoder_units
 from zplan.planner.sequence import IMAGES, POSITION_TABLES
 from zplan.planner.stacks import Stacks, kind, shallow, stacks_of
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
@@ -44,6 +44,9 @@ SIMULATED_ADAPTED = 4
 """The first block of a frozen base is another than the middle ones, since no gradient leaves it, so that one of these
 stands for the others and a second one for what borders on the first.
 """
+
+REMOTE_SPREAD = 10
+"""As `CLASS_SPREAD`, for op lists that no class was there to check on a CPU either; a guess."""
 
 CLASS_SPREAD = 3
 """Per cent by which the op lists of Hugging Face classes, exact on a CPU, may be off on a GPU, where they were not
@@ -189,7 +192,7 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
     exact = arch.runnable and not choice.compile and not (spec.adapters and spec.adapters.quantized)
-    lines = _lines(found, "derived" if exact else "estimate")
+    lines = _lines(found, "derived" if exact else "estimate", REMOTE_SPREAD if arch.family in REMOTE else CLASS_SPREAD)
     return (*(map(_compiled, lines) if choice.compile else lines), *_offloaded_inputs(arch, choice, at))
 
 
@@ -270,6 +273,8 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
         )
     if arch.family == "t5":
         _check_t5(choice)
+    if arch.family in REMOTE:
+        _check_remote(arch, choice)
     if choice.cross_entropy in ("fused", "chunked") and _own_head(arch):
         raise ZplanError(
             f"the head of model_type `{arch.family}` is no plain matrix, so `--loss {choice.cross_entropy}` has no "
@@ -297,7 +302,8 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
             "which is not counted yet",
             f"use --seq {window - 1} or less, or --attention eager",
         )
-    if fused and choice.device == "cuda" and choice.precision == "fp32" and arch.kv_heads < arch.heads:
+    grouped = arch.kv_heads < arch.heads and arch.family not in REMOTE  # Their code spreads keys and values itself.
+    if fused and choice.device == "cuda" and choice.precision == "fp32" and grouped:
         raise ZplanError(
             f"{arch.heads} heads on {arch.kv_heads} key-value heads in fp32 have no fused attention in torch, "
             f"so the activations of model_type `{arch.family}` are not counted",
@@ -317,10 +323,22 @@ def _check_t5(choice: Choice) -> None:
         )
 
 
+def _check_remote(arch: Architecture, choice: Choice) -> None:
+    if choice.attention == "eager" and arch.family != "internlm2":
+        raise ZplanError(
+            f"the code of model_type `{arch.family}` has no other attention than torch's fused one",
+            "use --attention sdpa",
+        )
+    if choice.padded:
+        raise ZplanError(
+            f"`--padded`: masks of padded batches are not counted for model_type `{arch.family}`", "leave it out"
+        )
+
+
 def _own_head(arch: Architecture) -> bool:
     """Whether logits are more than features times a matrix: biased, capped or transformed."""
     biased = any(p.name.endswith("bias") for u in decoder_units(arch) if u.kind == "head" for p in u.params)
-    return biased or bool(arch.trait("capped_logits"))
+    return biased or bool(arch.trait("capped_logits") or arch.trait("normed_head"))
 
 
 def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
@@ -540,12 +558,12 @@ def _dot(level: Level, scale: tuple[int, ...]) -> int:
     return sum(map(mul, level, scale))
 
 
-def _lines(found: dict[str, dict[int, list[tuple[int, int]]]], source: Source) -> Iterable[Line]:
+def _lines(found: dict[str, dict[int, list[tuple[int, int]]]], source: Source, spread: int) -> Iterable[Line]:
     """One line per id; instances of another size than most get a line of their own."""
     for line_id, sizes in found.items():
         ordered = sorted(sizes.items(), key=lambda item: -len(item[1]))
         for n, (nbytes, spans) in enumerate(ordered):
             name = line_id if not n else f"{line_id}.other{n}"
-            off = nbytes * CLASS_SPREAD // 100 if source == "estimate" else 0
+            off = nbytes * spread // 100 if source == "estimate" else 0
             low, high = (nbytes - off, nbytes + off) if source == "estimate" else (None, None)
             yield Line(name, nbytes, tuple(sorted(spans)), "activations", source=source, low=low, high=high)

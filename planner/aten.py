@@ -681,7 +681,7 @@ class Aten:
     def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True, added: Value | None = None) -> Value:
         """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes.
 
-        `added` to the scores is (1, H, T, T), and kept; where it is trained, its gradient is (B, H, T, T) first.
+        `added` to the scores is kept; where it is trained, its gradient is (B, H, T, T) first.
         """
         kernel, itemsize = self.table.attention[q.itemsize], q.itemsize
         (b, h, t, d), groups, width = q.shape, k.shape[1], v.shape[3]

@@ -98,6 +98,10 @@ STYLES: dict[str, Style] = {
     "mixtral": Style(),
     "deepseek_v2": Style(),
     "deepseek_v3": Style(),
+    # Layers of their own, from code that comes with the weights: `planner/hfremote.py`.
+    "internlm2": Style(attention=("attention", "wo"), norms=("attention_norm", "ffn_norm")),
+    "baichuan": Style(norm="mixed"),
+    "chatglm": Style(norm="mixed_olmo"),
     "gpt_oss": Style(norm="olmo", rotation=rotate_halves, masks=2),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
     "gemma2": Style(norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2),

@@ -6,7 +6,8 @@ See [Note: lifetimes] in `planner/tape.py`. What it shares with Falcon's is in `
 from __future__ import annotations
 
 from zplan.planner.aten import FP32, INT64, Aten, Grads, Outs
-from zplan.planner.hfgpts import PairBlock, PairTape, chosen
+from zplan.planner.hfgpts import PairBlock, PairTape
+from zplan.planner.hfops import one_of
 from zplan.planner.tape import Value
 
 INT32 = 4
@@ -47,7 +48,7 @@ class BloomBlock(PairBlock):
     def _heads_of(self, fused: Value) -> tuple[Value, Value, Value]:
         a = self.arch
         parts = self.op.view(fused, (*fused.shape[:2], a.heads, 3, a.head_dim))
-        q, k, v = (self.op.transpose(chosen(self.op, parts), 1, 2) for _ in range(3))
+        q, k, v = (self.op.transpose(one_of(self.op, parts), 1, 2) for _ in range(3))
         return q, k, v
 
     def _merged(self, x: Value, batch: int) -> Value:

@@ -9,14 +9,17 @@ if TYPE_CHECKING:
     from zplan.planner.families import StepTape
 
 TAPES = {
+    "baichuan": "hfremote.BaichuanTape",
     "bert": "hfbert.BertTape",
     "bloom": "hfbloom.BloomTape",
+    "chatglm": "hfremote.ChatGlmTape",
     "deepseek_v2": "hfmla.Mla2Tape",
     "deepseek_v3": "hfmla.MlaTape",
     "falcon": "hfgpts.FalconTape",
     "gemma3": "hfgemma3.Gemma3Tape",
     "gpt_oss": "hfgptoss.GptOssTape",
     "gptj": "hfgpts.GptjTape",
+    "internlm2": "hfremote.InternLm2Tape",
     "t5": "hft5.T5Tape",
     "vit": "hfvit.VitTape",
 }

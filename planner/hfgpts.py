@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from zplan.planner.aten import FP32, INT64, Aten, Grads, Outs
 from zplan.planner.hfblocks import Block
-from zplan.planner.hfops import rotate, rotate_half
+from zplan.planner.hfops import first_of, one_of, rotate, rotate_half
 from zplan.planner.hftape import ClassTape
 from zplan.planner.tape import Value
 
@@ -125,13 +125,13 @@ class FalconBlock(PairBlock):
         if not a.trait("grouped"):
             if groups > 1:
                 parts = op.view(fused, (b, t, a.heads, 3, a.head_dim))
-                q, k, v = (chosen(op, parts) for _ in range(3))
+                q, k, v = (one_of(op, parts) for _ in range(3))
                 return q, k, v
             parts = op.view(fused, (b, t, a.heads + 2, a.head_dim))
-            return _part(op, parts, a.heads), _picked(op, parts), _picked(op, parts)
+            return first_of(op, parts, a.heads), _picked(op, parts), _picked(op, parts)
         each = a.heads // groups
         parts = op.view(fused, (b, t, groups, each + 2, a.head_dim))
-        query = _part(op, parts, each)
+        query = first_of(op, parts, each)
         key, value = _picked(op, parts), _picked(op, parts)
         key, value = op.expand(key, query.shape), op.expand(value, query.shape)
         query, key, value = [op.reshape(x, (b, t, a.heads, a.head_dim)) for x in (query, key, value)]
@@ -183,24 +183,6 @@ class FalconBlock(PairBlock):
 
     def norm_of(self, x: Value, name: str) -> Value:
         return self.op.named("normed", self.op.layer_norm(x, self.p[f"{name}.weight"], self.p[f"{name}.bias"]))
-
-
-def _part(op: Aten, x: Value, length: int) -> Value:
-    """The first of the last dim but one; its gradient is written into zeros."""
-    shape, itemsize = x.shape, x.itemsize
-    node = op.tape.node([x], lambda g, s: [op.tape.new(shape, itemsize, "slice.grad")])
-    out = x.view((*shape[:-2], length, shape[-1]), x.strides)
-    op.tape.finish(node, out)
-    return out
-
-
-def chosen(op: Aten, x: Value) -> Value:
-    """`x[..., i, :]`: a view; its gradient is written into zeros."""
-    shape, itemsize = x.shape, x.itemsize
-    node = op.tape.node([x], lambda g, s: [op.tape.new(shape, itemsize, "select.grad")])
-    out = x.view((*shape[:-2], shape[-1]), (*x.strides[:-2], x.strides[-1]))
-    op.tape.finish(node, out)
-    return out
 
 
 def _picked(op: Aten, x: Value) -> Value:

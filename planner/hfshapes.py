@@ -39,10 +39,12 @@ GPT_NAMES = {
 }
 
 
+FIRST_BAICHUAN_VOCAB = 64_000
+
 _SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
 _GATED_TYPES = (
     *("qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "olmo2", "stablelm"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "internlm2", "baichuan"),
 )
 ACTIVATIONS = {
     **{kind: _SILU for kind in _GATED_TYPES},
@@ -221,10 +223,23 @@ def _falcon(keys: Keys, hidden: int) -> Traits:
     }
 
 
+def _baichuan(keys: Keys, hidden: int) -> Traits:
+    """The 7B rotates and says how many positions it has. The 13B has ALiBi, a mask that outlives its step: not counted.
+
+    The first Baichuan, of 64,000 tokens, has a plain head; the second one norms its head's rows.
+    """
+    return {
+        "normed_head": keys.integer("vocab_size", 125696) != FIRST_BAICHUAN_VOCAB,
+        "not_counted": "max_position_embeddings" not in keys.config,
+    }
+
+
 def _chatglm(keys: Keys, hidden: int) -> Traits:
     keys.refuse("add_bias_linear", keys.flag("add_bias_linear", default=False), (False,))
     for name in ("rmsnorm", "post_layer_norm", "multi_query_attention"):
         keys.refuse(name, keys.flag(name, default=True), (True,))
+    for name in ("apply_residual_connection_post_layernorm", "fp32_residual_connection"):
+        keys.refuse(name, keys.flag(name, default=False), (False,))
     return {"qkv_bias": keys.flag("add_qkv_bias", default=False)}
 
 
@@ -418,7 +433,13 @@ _V3 = {
 }
 
 SHAPES: dict[str, Shape] = {
-    "baichuan": Shape(("BaichuanForCausalLM",), (32, 4096, 32, 0, 0, 11008, 125696, 4096), tied=False, names=UNGROUPED),
+    "baichuan": Shape(
+        ("BaichuanForCausalLM",),
+        (32, 4096, 32, 0, 0, 11008, 125696, 4096),
+        tied=False,
+        traits=_baichuan,
+        names=UNGROUPED,
+    ),
     "bert": Shape(
         ("BertForMaskedLM",),
         (12, 768, 12, 0, 0, 3072, 30522, 512),

@@ -221,10 +221,16 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def class_config(config: dict) -> dict:
+    """Without a width of heads where that follows from other keys."""
+    follows = config["model_type"] in ("falcon", "deepseek_v2", "deepseek_v3")
+    return {k: v for k, v in config.items() if not (follows and k == "head_dim")}
+
+
 def observed(config: dict, choice: Choice) -> dict[str, int]:
-    if config["model_type"] in ("falcon", "deepseek_v2", "deepseek_v3"):
-        config = {k: v for k, v in config.items() if k != "head_dim"}  # There it follows from other keys.
-    hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
+    hf = transformers.AutoConfig.for_model(
+        **class_config(config), use_cache=False, attn_implementation=choice.attention
+    )
     auto = transformers.AutoModelForMaskedLM if hf.model_type == "bert" else transformers.AutoModelForCausalLM
     model = auto.from_config(hf).to(DTYPES[choice.precision])
     model.train()
