@@ -18,7 +18,6 @@ of a tied weight, which autograd keeps until the embedding's has come.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
@@ -29,8 +28,9 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, Recipe, StepTape
 from zplan.planner.fused import WEIGHT_SUM, check_compiled, chunk_tokens
 from zplan.planner.ledger import Line, Source
-from zplan.planner.models import Adapters, Architecture, ModelSpec, Unit, decoder_units
+from zplan.planner.models import REMOTE, Adapters, Architecture, ModelSpec, Unit, decoder_units
 from zplan.planner.sequence import IMAGES, POSITION_TABLES
+from zplan.planner.stacks import Stacks, kind, shallow, stacks_of
 from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
 
 BATCH_PHASES = ("idle", "step")
@@ -45,12 +45,18 @@ SIMULATED_ADAPTED = 4
 stands for the others and a second one for what borders on the first.
 """
 
+REMOTE_SPREAD = 10
+"""As `CLASS_SPREAD`, for op lists that no class was there to check on a CPU either; a guess."""
+
 CLASS_SPREAD = 3
 """Per cent by which the op lists of Hugging Face classes, exact on a CPU, may be off on a GPU, where they were not
 measured. The largest difference seen there of an op list that was is 0.45 % of a phase.
 """
 
 BOUND = "upper bound: compiled blocks keep at most what uncompiled ones do"
+
+BIAS_STEP = 16
+"""Tokens that the memory-efficient kernel takes a bias of scores in multiples of."""
 
 COMPILED = 80
 """Per cent of that which they keep at least: 87 in a 1.3B model on an H200."""
@@ -77,16 +83,11 @@ class Simulation(NamedTuple):
     held: tuple[Held, ...]
     working: tuple[tuple[Level, ...], ...]
     detail: tuple[tuple[str, str, Level], ...]
-    blocks: int
-    """How many blocks ran; of a deeper model the last but one stands for those in between."""
+    small: Architecture
+    """What ran; of a deeper model the last block but one stands for those in between."""
     flops: tuple[Level, ...]
     attention: tuple[Level, ...]
     written: tuple[Level, ...]
-
-    @property
-    def middle(self) -> str:
-        """The block that stands for most."""
-        return f"blocks.{max(0, self.blocks - 2)}"
 
 
 class UnitProfile(NamedTuple):
@@ -140,27 +141,12 @@ def _only_eager(arch: Architecture) -> bool:
     return arch.family in ("gemma2", "bloom", "gpt_oss") or one_pair
 
 
-def _class_tape(arch: Architecture) -> type[StepTape]:
-    if arch.family == "bert":
-        from zplan.planner.hfbert import BertTape
+def _step_tape(arch: Architecture) -> type[StepTape]:
+    if arch.runnable:
+        return DecoderTape
+    from zplan.planner.hfclasses import class_tape
 
-        return BertTape
-    if arch.family == "vit":
-        from zplan.planner.hfvit import VitTape
-
-        return VitTape
-    if arch.family.startswith("deepseek"):
-        from zplan.planner.hfmla import TAPES as MLA_TAPES
-
-        return MLA_TAPES[arch.family]
-    if arch.family == "gpt_oss":
-        from zplan.planner.hfgptoss import GptOssTape
-
-        return GptOssTape
-    from zplan.planner.hfgpts import TAPES
-    from zplan.planner.hftape import ClassTape
-
-    return TAPES.get(arch.family, ClassTape)
+    return class_tape(arch.family)
 
 
 def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -> tuple[Line, ...]:
@@ -175,7 +161,7 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
         return ()
     arch = _architecture(spec, choice)
     sim = simulation(arch, choice, spec.adapters)
-    at = {name: i for i, name in enumerate(phases)}
+    stacks, at = Stacks.of(arch, sim.small), {name: i for i, name in enumerate(phases)}
     scale = _scale(arch, choice)
     found: dict[str, dict[int, list[tuple[int, int]]]] = {}
 
@@ -185,8 +171,8 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
 
     for held in sim.held:
         nbytes = _dot(held.level, scale)
-        for i in instances(held.unit, arch.layers, sim.blocks):
-            first, last = (_real(sim.phases[p], held.unit, i, arch.layers, sim.blocks) for p in (held.first, held.last))
+        for i in stacks.instances(held.unit):
+            first, last = (stacks.phase(sim.phases[p], held.unit, i) for p in (held.first, held.last))
             if held.id.startswith("data."):
                 first, last = BATCH_PHASES
             put(held.id, nbytes, first, last)
@@ -198,13 +184,13 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
         # A kernel may run when the phase has already freed more than its workspace holds.
         kernel = min(-kernel, total)
         pass_, _, unit = phase.partition(".")
-        line_id = f"{_kind(unit or pass_)}.{pass_ if unit else 'forward'}"
-        for i in instances(unit, arch.layers, sim.blocks):
-            real = _real(phase, unit, i, arch.layers, sim.blocks)
+        line_id = f"{kind(unit or pass_)}.{pass_ if unit else 'forward'}"
+        for i in stacks.instances(unit):
+            real = stacks.phase(phase, unit, i)
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
     exact = arch.runnable and not choice.compile and not (spec.adapters and spec.adapters.quantized)
-    lines = _lines(found, "derived" if exact else "estimate")
+    lines = _lines(found, "derived" if exact else "estimate", REMOTE_SPREAD if arch.family in REMOTE else CLASS_SPREAD)
     beside = (*_offloaded_inputs(arch, choice, at), *_split(arch, choice, at))
     return (*(map(_compiled, lines) if choice.compile else lines), *beside)
 
@@ -226,25 +212,27 @@ def _offloaded_inputs(arch: Architecture, choice: Choice, at: dict[str, int]) ->
     if not choice.checkpoint_offload:
         return ()
     nbytes = choice.micro_batch * choice.seq * arch.hidden * choice.itemsize
-    starts = range(0, arch.layers, choice.checkpoint_every)
-    spans = tuple((at[f"forward.blocks.{i}"], at[f"backward.blocks.{i}"]) for i in starts)
+    starts = [f"{s}.{i}" for s, n in stacks_of(arch).items() for i in range(0, n, choice.checkpoint_every)]
+    spans = tuple((at[f"forward.{block}"], at[f"backward.{block}"]) for block in starts)
     note = "inputs of checkpointed segments; the copies themselves are assumed to finish within their block"
     return (Line("act.block.checkpoint", nbytes, spans, "activations", "pinned", "derived", note),)
 
 
 def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
-    """Numbers of each unit; those of a block that is not the last, where there is one, under `block`."""
+    """Numbers of each unit; those of a block that is not the last, where there is one, under `block`, or the stack's
+    name.
+    """
     arch = _architecture(spec, choice)
     sim = simulation(arch, choice, spec.adapters)
-    scale = _scale(arch, choice)
+    scale, stacks = _scale(arch, choice), Stacks.of(arch, sim.small)
     working = {p: max(_dot(v, scale) for v in levels) for p, levels in zip(sim.phases, sim.working, strict=True)}
     out = {}
     for unit in dict.fromkeys(p.partition(".")[2] for p in sim.phases if p.startswith("forward.")):
-        if unit.startswith("blocks.") and unit != sim.middle:
+        if stacks.place(unit) and not stacks.stands_for(unit):
             continue
         detail = tuple((label, _dot(level, scale)) for u, label, level in sim.detail if u == unit)
         forward, backward, reduce = (working.get(f"{x}.{unit}", 0) for x in ("forward", "backward", "reduce"))
-        out[_kind(unit)] = UnitProfile(sum(n for _, n in detail), forward, backward, reduce, detail)
+        out[kind(unit)] = UnitProfile(sum(n for _, n in detail), forward, backward, reduce, detail)
     return out
 
 
@@ -290,13 +278,18 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
         raise ZplanError(
             f"`--padded`: images of model_type `{arch.family}` are all of one size, so none is padded", "leave it out"
         )
+    if arch.family == "t5":
+        _check_t5(choice)
+    if arch.family in REMOTE:
+        _check_remote(arch, choice)
     if choice.cross_entropy in ("fused", "chunked") and _own_head(arch):
         raise ZplanError(
             f"the head of model_type `{arch.family}` is no plain matrix, so `--loss {choice.cross_entropy}` has no "
             "place in it",
             "use --loss plain",
         )
-    if choice.attention == "sdpa" and choice.device == "cpu" and arch.trait("attention_dropout"):
+    no_kernel = choice.attention == "sdpa" and choice.device == "cpu" and arch.trait("attention_dropout")
+    if no_kernel and arch.family != "t5":
         raise ZplanError(
             f"torch's fused attention on a CPU takes no dropout, which model_type `{arch.family}` has in its config",
             "use --attention eager",
@@ -316,7 +309,8 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
             "which is not counted yet",
             f"use --seq {window - 1} or less, or --attention eager",
         )
-    if fused and choice.device == "cuda" and choice.precision == "fp32" and arch.kv_heads < arch.heads:
+    grouped = arch.kv_heads < arch.heads and arch.family not in REMOTE  # Their code spreads keys and values itself.
+    if fused and choice.device == "cuda" and choice.precision == "fp32" and grouped:
         raise ZplanError(
             f"{arch.heads} heads on {arch.kv_heads} key-value heads in fp32 have no fused attention in torch, "
             f"so the activations of model_type `{arch.family}` are not counted",
@@ -324,27 +318,53 @@ def _check_class(arch: Architecture, choice: Choice) -> None:
         )
 
 
+def _check_t5(choice: Choice) -> None:
+    """See [Note: biased attention] in `planner/hft5.py`."""
+    if choice.checkpoint_every > 1:
+        raise ZplanError("`--checkpoint-every` is not counted for model_type `t5`", "leave it out")
+    if choice.attention == "sdpa" and choice.device == "cuda" and choice.seq % BIAS_STEP:
+        raise ZplanError(
+            f"torch's fused attention pads the position bias of {choice.seq} tokens to a multiple of {BIAS_STEP}, "
+            "which is not counted",
+            f"use --seq {max(1, choice.seq // BIAS_STEP) * BIAS_STEP}, or --attention eager",
+        )
+
+
+def _check_remote(arch: Architecture, choice: Choice) -> None:
+    if choice.attention == "eager" and arch.family != "internlm2":
+        raise ZplanError(
+            f"the code of model_type `{arch.family}` has no other attention than torch's fused one",
+            "use --attention sdpa",
+        )
+    if choice.padded:
+        raise ZplanError(
+            f"`--padded`: masks of padded batches are not counted for model_type `{arch.family}`", "leave it out"
+        )
+
+
 def _own_head(arch: Architecture) -> bool:
     """Whether logits are more than features times a matrix: biased, capped or transformed."""
     biased = any(p.name.endswith("bias") for u in decoder_units(arch) if u.kind == "head" for p in u.params)
-    return biased or bool(arch.trait("capped_logits"))
+    return biased or bool(arch.trait("capped_logits") or arch.trait("normed_head"))
 
 
 def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     b, t = choice.micro_batch, choice.seq
     # GPT-2 looks up T positions for all sequences, OPT one for each token, in a table with two more rows.
     positions, rows = (b * t, arch.max_seq + 2) if arch.family == "opt" else (t, arch.max_seq)
-    tables = ((b * t, arch.vocab), (positions, rows), (b * t, arch.trait("types")))
-    tokens, placed, typed = (embedding_sort_bytes(n, rows, arch.hidden) for n, rows in tables)
+    place = (positions, rows, arch.hidden)
+    if arch.family == "t5":
+        place = (t * t, arch.trait("buckets"), arch.heads)  # Of distances.
+    tables = ((b * t, arch.vocab, arch.hidden), place, (b * t, arch.trait("types"), arch.hidden))
+    tokens, placed, typed = (embedding_sort_bytes(*table) for table in tables)
     chunk = chunk_tokens(b * t, arch.vocab, choice.itemsize)
     return monomials(b, t, (tokens, placed, typed), chunk)
 
 
 def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = None) -> Simulation:
     """The tape of a step of the first, a middle and the last block, for every batch and sequence at once."""
-    small = replace(arch, layers=_simulated(arch, choice, adapters))
     return _simulate(
-        small,
+        _small(arch, choice, adapters),
         adapters,
         choice.device,
         choice.precision,
@@ -369,15 +389,16 @@ def _recipe(choice: Choice) -> Recipe:
     return Recipe(*(getattr(choice, name) for name in Recipe._fields))
 
 
-def _simulated(arch: Architecture, choice: Choice, adapters: Adapters | None) -> int:
-    """How many blocks tell all about a model; in segments of several every block has a place of its own.
+def _small(arch: Architecture, choice: Choice, adapters: Adapters | None) -> Architecture:
+    """As many blocks as tell all about a model; in segments of several every block has a place of its own.
 
     Dense layers before sparse ones have one each, and so has the first sparse one, which borders on them.
     """
     if choice.checkpointing == "full" and choice.checkpoint_every > 1:
-        return arch.layers
+        return arch
     dense = len(arch.dense_layers)
-    return min(arch.layers, max(SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS, dense and dense + 3))
+    enough = max(SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS, dense and dense + 3)
+    return shallow(arch, lambda layers: min(layers, enough))
 
 
 def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
@@ -386,9 +407,9 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     Blocks are all alike there, since nothing is kept for a backward: `forward.blocks.1` stands for those in between.
     """
     arch = _architecture(spec, choice)
-    table, small = DEVICES[choice.device], replace(arch, layers=_simulated(arch, choice, None))
+    table, small = DEVICES[choice.device], _small(arch, choice, None)
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
-    make = DecoderTape if arch.runnable else _class_tape(arch)
+    make = _step_tape(arch)
     recipe = _recipe(choice)._replace(checkpointing="none")
     make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(
         *_extents(arch, choice)
@@ -413,7 +434,7 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     runtime: Runtime,
 ) -> Simulation:
     table, units = DEVICES[device], _units(arch, adapters)
-    make: type[StepTape] = DecoderTape if arch.runnable else _class_tape(arch)
+    make = _step_tape(arch)
     if runtime == "zplan":
         tape = Tape(in_place_accumulation=table.in_place_accumulation)
         run = make(Aten(tape, table), arch, units, ITEMSIZE[precision], recipe)
@@ -423,7 +444,7 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
         tape = tape_for(runtime, units, in_place_accumulation=table.in_place_accumulation)
         run = steps_for(make, tape, table, runtime, arch, units, precision, recipe)
     run.step(batch, seq)
-    return _read(tape, arch.layers)
+    return _read(tape, arch)
 
 
 def _units(arch: Architecture, adapters: Adapters | None) -> tuple[Unit, ...]:
@@ -435,7 +456,7 @@ def _units(arch: Architecture, adapters: Adapters | None) -> tuple[Unit, ...]:
     return adapt(ModelSpec("", decoder_units(arch), arch), adapters).units
 
 
-def _read(tape: Tape, blocks: int) -> Simulation:
+def _read(tape: Tape, small: Architecture) -> Simulation:
     """Sort the storages of a finished tape into lines."""
     turn = tape.phases.index("backward.loss")
     spans = {s: span for s in tape.storages if s.coefficient and (span := _span(tape, s, turn))}
@@ -462,7 +483,7 @@ def _read(tape: Tape, blocks: int) -> Simulation:
         elif line_id.startswith("grads.") and line_id != "grads.tied" and s.born < turn:
             # A weight's gradient that the forward summed up becomes, in fp32, what autograd leaves on the parameter.
             landed = tape.phases.index(f"reduce.{unit}")
-            parts = [(f"act.{_kind(unit)}.weight_sum", unit, first, landed - 1), (line_id, unit, landed, last)]
+            parts = [(f"act.{kind(unit)}.weight_sum", unit, first, landed - 1), (line_id, unit, landed, last)]
         for key in parts:
             groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
     return Simulation(
@@ -474,7 +495,7 @@ def _read(tape: Tape, blocks: int) -> Simulation:
             for s, (_, last) in spans.items()
             if s.born < turn <= last and s.label not in _NOT_SAVED
         ),
-        blocks,
+        small,
         tuple(map(tuple, tape.flops)),
         tuple(map(tuple, tape.attention)),
         tuple(map(tuple, tape.written)),
@@ -502,59 +523,29 @@ def _line_id(tape: Tape, s: Storage, turn: int, last: int) -> str:
     if s.label in ("loss", "loss.grad"):
         return "act.loss.value" if s.label == "loss" else "act.loss.seed"
     if s.label == PARAMETER_GRADIENT:
-        return f"grads.{_kind(own)}" if f"reduce.{own}" in tape.phases else "grads.tied"
+        return f"grads.{kind(own)}" if s.owner == own else "grads.tied"
     if s.label == WEIGHT_SUM:
-        return f"act.{_kind(own)}.weight_sum"
+        return f"act.{kind(own)}.weight_sum"
     if s.label == "positions.ids":
         own = "positions"
     here = _unit(ends) == own
     if s.born >= turn:
         return _backward_id(s, own, ends, here=here)
     if ends == f"reduce.{own}":
-        return f"act.{_kind(own)}.saved.tail"
-    return f"act.{_kind(own)}.{'saved' if here and last >= turn else 'output'}"
+        return f"act.{kind(own)}.saved.tail"
+    return f"act.{kind(own)}.{'saved' if here and last >= turn else 'output'}"
 
 
 def _backward_id(s: Storage, own: str, ends: str, *, here: bool) -> str:
     if ends == "backward.positions":
         return "act.positions.grad"
     if s.again:
-        return f"act.{_kind(own)}.recomputed"
-    return f"act.{_kind(own)}.grad" + (".partial" if here else "")
+        return f"act.{kind(own)}.recomputed"
+    return f"act.{kind(own)}.grad" + (".partial" if here else "")
 
 
 def _unit(phase: str) -> str:
     return phase.partition(".")[2] or phase
-
-
-def _kind(unit: str) -> str:
-    return "block" if unit.startswith("blocks.") else unit
-
-
-def instances(unit: str, layers: int, blocks: int) -> range:
-    """The real blocks that a simulated unit stands for; one dummy for units that are no block."""
-    if not unit.startswith("blocks."):
-        return range(1)
-    k = int(unit[7:])
-    if k == blocks - 1:
-        return range(layers - 1, layers)
-    return range(k, layers - 1 if k == blocks - 2 else k + 1)
-
-
-def _real(phase: str, unit: str, instance: int, layers: int, blocks: int) -> str:  # noqa: PLR0913
-    """Name in the real model of a simulated phase, seen from instance `instance` of a simulated unit.
-
-    A middle block sees its neighbours; what lies before it counts from the front, what lies behind from the back.
-    """
-    pass_, dot, number = phase.partition("blocks.")
-    if not dot or layers == blocks:
-        return phase
-    k, last = int(number), blocks - 1
-    if unit == f"blocks.{last - 1}":
-        return f"{pass_}blocks.{k + instance - last + 1}"
-    near_front = unit in ("embed", "positions") or (unit.startswith("blocks.") and int(unit[7:]) < last)
-    from_front = k < last if near_front else k == 0
-    return f"{pass_}blocks.{k if from_front else layers - blocks + k}"
 
 
 def _less(level: Level, s: Storage, times: int = 1) -> Level:
@@ -574,12 +565,12 @@ def _dot(level: Level, scale: tuple[int, ...]) -> int:
     return sum(map(mul, level, scale))
 
 
-def _lines(found: dict[str, dict[int, list[tuple[int, int]]]], source: Source) -> Iterable[Line]:
+def _lines(found: dict[str, dict[int, list[tuple[int, int]]]], source: Source, spread: int) -> Iterable[Line]:
     """One line per id; instances of another size than most get a line of their own."""
     for line_id, sizes in found.items():
         ordered = sorted(sizes.items(), key=lambda item: -len(item[1]))
         for n, (nbytes, spans) in enumerate(ordered):
             name = line_id if not n else f"{line_id}.other{n}"
-            off = nbytes * CLASS_SPREAD // 100 if source == "estimate" else 0
+            off = nbytes * spread // 100 if source == "estimate" else 0
             low, high = (nbytes - off, nbytes + off) if source == "estimate" else (None, None)
             yield Line(name, nbytes, tuple(sorted(spans)), "activations", source=source, low=low, high=high)

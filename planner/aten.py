@@ -680,11 +680,15 @@ class Aten:
         """Whether fused attention takes fewer key than query heads as they are."""
         return self.table.attention[q.itemsize] != "efficient" and not self.masked
 
-    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
-        """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes."""
+    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True, added: Value | None = None) -> Value:
+        """Fused attention of (B, H, T, D) over (B, G, T, D). Causal kernels save half of the products, and no bytes.
+
+        `added` to the scores is kept; where it is trained, its gradient is (B, H, T, T) first.
+        """
         kernel, itemsize = self.table.attention[q.itemsize], q.itemsize
         (b, h, t, d), groups, width = q.shape, k.shape[1], v.shape[3]
-        if (self.masked or d != width) and kernel == "flash":
+        trained = added is not None and added.node is not None
+        if (self.masked or d != width or added is not None) and kernel == "flash":
             kernel = "efficient"  # Flash attention knows the causal mask alone, and heads of one width.
 
         def backward(g: Grads, s: Grads) -> Outs:
@@ -698,6 +702,8 @@ class Aten:
                 grads: Outs = [self._row_major_heads(x.shape, x.itemsize, f"{n}.grad") for x, n in pairs]
                 delta = self.tape.workspace(b * h * t * FP32, "attention.delta")
                 sums = gradient_sums(self.tape, (b, h, t, d), width, itemsize)
+                if trained:
+                    grads.append(self.tape.new((b, h, t, t), itemsize, "attention bias.grad"))
                 del delta, sums
                 return grads
             grads = [self.like(x, f"{n}.grad") for x, n in pairs]
@@ -726,7 +732,8 @@ class Aten:
 
         # A mask of bytes is turned into one that is added, anew for each layer, which keeps it.
         bias = [self.tape.new((b, 1, t, t), q.itemsize, "attention bias")] if self.masked else []
-        node = self.tape.node([q, k, v], backward, q, k, v, *bias)
+        bias += [added] if added is not None else []
+        node = self.tape.node([q, k, v, *([added] if added is not None and trained else [])], backward, q, k, v, *bias)
         made = self.tape.product(make)
         self.tape.finish(node, made[0], saved=made)
         return made[0]

@@ -80,6 +80,17 @@ _FOUR_NORMS = (
     *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 
+_GEMMA3 = Style(
+    norm="gemma",
+    act="gelu",
+    scaled=True,
+    layout="sandwich",
+    norms=_FOUR_NORMS,
+    masks=2,
+    head_norms="turned",
+    tables=2,
+)
+
 STYLES: dict[str, Style] = {
     "qwen2": Style(),
     "qwen3": Style(head_norms="head"),
@@ -87,19 +98,15 @@ STYLES: dict[str, Style] = {
     "mixtral": Style(),
     "deepseek_v2": Style(),
     "deepseek_v3": Style(),
+    # Layers of their own, from code that comes with the weights: `planner/hfremote.py`.
+    "internlm2": Style(attention=("attention", "wo"), norms=("attention_norm", "ffn_norm")),
+    "baichuan": Style(norm="mixed"),
+    "chatglm": Style(norm="mixed_olmo"),
     "gpt_oss": Style(norm="olmo", rotation=rotate_halves, masks=2),
     "gemma": Style(norm="gemma", act="gelu", scaled=True),
     "gemma2": Style(norm="gemma", act="gelu", scaled=True, layout="sandwich", norms=_FOUR_NORMS, masks=2),
-    "gemma3_text": Style(
-        norm="gemma",
-        act="gelu",
-        scaled=True,
-        layout="sandwich",
-        norms=_FOUR_NORMS,
-        masks=2,
-        head_norms="turned",
-        tables=2,
-    ),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,
     "phi3": Style(qkv="fused", feed_fused=True, rotation=rotate_front_at_once),
     "olmo2": Style(
         norm="olmo",
@@ -138,7 +145,7 @@ STYLES: dict[str, Style] = {
         feed=("fc1", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
     ),
-    # These lay their layers out themselves: `planner/hfgpts.py`, `planner/hfvit.py`.
+    # These lay their layers out themselves: `planner/hfgpts.py`, `planner/hft5.py`, `planner/hfvit.py`.
     "gptj": Style(
         norm="layer",
         act="gelu_new",
@@ -149,6 +156,7 @@ STYLES: dict[str, Style] = {
     ),
     "falcon": Style(norm="layer", act="gelu", gated=False, feed=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")),
     "bloom": Style(norm="layer", act="gelu", gated=False),
+    "t5": Style(gated=False, rotation=None),
     "vit": Style(
         norm="layer",
         act="gelu",

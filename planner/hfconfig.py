@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zplan.planner.errors import ZplanError
-from zplan.planner.models import Architecture
+from zplan.planner.models import REMOTE, Architecture
 from zplan.planner.reading import kind_of, want_bool, want_int, want_number, want_object, want_str
 
 NOT_BUILT_HINT = "`zplan models` lists the families that zplan knows, and which of them it can plan"
@@ -95,6 +95,11 @@ def read_architecture(config: Mapping[str, Any], source: str) -> tuple[Architect
 
     if kind in DROPOUTS:
         return with_dropout(arch, keys), notes
+    if kind in REMOTE:
+        notes += (
+            f"no class of transformers is there for model_type `{kind}`, whose code comes with its weights: its "
+            "activations follow that code, with nothing to check them against",
+        )
     return arch, (*notes, *_dropout_note(keys, _DROPOUTS))
 
 

@@ -16,6 +16,7 @@ from zplan.planner.models import Architecture
 DROPOUTS: dict[str, dict[str, tuple[str, float]]] = {
     "bert": {"dropout": ("hidden_dropout_prob", 0.1), "attention_dropout": ("attention_probs_dropout_prob", 0.1)},
     "vit": {"dropout": ("hidden_dropout_prob", 0.0), "attention_dropout": ("attention_probs_dropout_prob", 0.0)},
+    "t5": {"dropout": ("dropout_rate", 0.1), "attention_dropout": ("dropout_rate", 0.1)},
     "opt": {"dropout": ("dropout", 0.1), "attention_dropout": ("attention_dropout", 0.0)},
     "gpt_neox": {
         "dropout": ("hidden_dropout", 0.0),

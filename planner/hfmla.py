@@ -177,25 +177,30 @@ class Mla2Tape(ClassTape):
         return self.op.like(ones, "rotary", COMPLEX)
 
 
-def attend_plain(op: Aten, q: Value, k: Value, v: Value, *mask: Value) -> Value:
+def attend_plain(op: Aten, q: Value, k: Value, v: Value, *mask: Value, dropout: bool = False) -> Value:
     """torch's fused attention where no kernel takes it, such as on a CPU where values are narrower than keys: a chain
-    of products in fp32 (`_scaled_dot_product_attention_math`, torch 2.13).
+    of products in fp32 (`_scaled_dot_product_attention_math`, torch 2.13). A mask is of bytes, or of numbers to add.
     """
     t = q.shape[2]
     wide_q, key, value = op.to(q, FP32), op.to(k, FP32), op.to(v, FP32)
     query = op.scale(wide_q)
     added: Value | None = None
     if mask or t > 1:
-        added = _added_mask(op, mask[0], q.itemsize) if mask else _causal_mask(op, t)
+        added = _as_added(op, mask[0], q.itemsize) if mask else _causal_mask(op, t)
     scores = op.matmul(query, op.scale(op.transpose(key, 2, 3)))
     if added is not None:
         # In place, but not under the dispatch mode that measures: [Note: observer effect] in `runtime/meter.py`.
         scores = op.add(scores, added)
     scores = op.softmax(scores, "softmax")
+    scores = op.dropout(scores) if dropout else scores
     rounded = op.to(scores, q.itemsize)
     out = op.to(op.matmul(scores, value), q.itemsize)
     del rounded
     return op.named("attention output", out)
+
+
+def _as_added(op: Aten, mask: Value, itemsize: int) -> Value:
+    return _added_mask(op, mask, itemsize) if mask.itemsize == BOOL else mask
 
 
 def _causal_mask(op: Aten, seq: int) -> Value:
@@ -288,6 +293,3 @@ def _turned(op: Aten, x: Value, turns: Value) -> Value:
     out = op.like(x, "mul")
     op.tape.finish(node, out)
     return out
-
-
-TAPES: dict[str, type[ClassTape]] = {"deepseek_v2": Mla2Tape, "deepseek_v3": MlaTape}

@@ -11,9 +11,9 @@ from zplan.planner.aten import FP32, Aten
 from zplan.planner.families import Params
 from zplan.planner.tape import Value
 
-Norm = Literal["rms", "gemma", "olmo", "layer"]
+Norm = Literal["rms", "gemma", "olmo", "mixed", "mixed_olmo", "layer"]
 """`rms`: normed in fp32, cast, times the weight. `gemma`: times (1 + weight) in fp32, cast. `olmo`: times the weight in
-fp32, cast. `layer`: torch's LayerNorm."""
+fp32, cast. `mixed`, `mixed_olmo`: the same two, of the input as it is and an fp32 root. `layer`: torch's LayerNorm."""
 
 
 def norm(op: Aten, x: Value, p: Params, name: str, kind: Norm) -> Value:
@@ -21,7 +21,7 @@ def norm(op: Aten, x: Value, p: Params, name: str, kind: Norm) -> Value:
     weight = p[f"{name}.weight"]
     if kind == "layer":
         return op.named("normed", op.layer_norm(x, weight, p[f"{name}.bias"]))
-    return op.named("normed", {"rms": rms_norm, "gemma": gemma_norm, "olmo": olmo_norm}[kind](op, x, weight))
+    return op.named("normed", _NORMS[kind](op, x, weight))
 
 
 def rms_norm(op: Aten, x: Value, weight: Value) -> Value:
@@ -38,6 +38,19 @@ def olmo_norm(op: Aten, x: Value, weight: Value) -> Value:
     return op.to(op.mul(up, weight), x.itemsize)
 
 
+def mixed_norm(op: Aten, x: Value, weight: Value) -> Value:
+    variance = op.mean(op.square(op.to(x, FP32)))
+    hidden = op.mul(x, op.rsqrt(op.add_number(variance)))
+    hidden = op.to(hidden, x.itemsize)
+    return op.mul(hidden, weight)
+
+
+def mixed_olmo_norm(op: Aten, x: Value, weight: Value) -> Value:
+    variance = op.mean(op.square(op.to(x, FP32)))
+    hidden = op.mul(x, op.rsqrt(op.add_number(variance)))
+    return op.to(op.mul(hidden, weight), x.itemsize)
+
+
 def gemma_norm(op: Aten, x: Value, weight: Value) -> Value:
     normed = _gemma_normed(op, op.to(x, FP32))
     normed = op.mul(normed, op.add_number(op.to(weight, FP32)))
@@ -46,6 +59,15 @@ def gemma_norm(op: Aten, x: Value, weight: Value) -> Value:
 
 def _gemma_normed(op: Aten, x: Value) -> Value:
     return op.mul(x, op.rsqrt(op.add_number(op.mean(op.square(x)))))
+
+
+_NORMS = {
+    "rms": rms_norm,
+    "gemma": gemma_norm,
+    "olmo": olmo_norm,
+    "mixed": mixed_norm,
+    "mixed_olmo": mixed_olmo_norm,
+}
 
 
 def activate(op: Aten, x: Value, kind: str) -> Value:
@@ -90,6 +112,24 @@ def every_other(op: Aten, x: Value) -> Value:
     shape, itemsize = x.shape, x.itemsize
     node = op.tape.node([x], lambda g, s: [op.tape.new(shape, itemsize, "slice.grad")])
     out = x.view((*shape[:-1], shape[-1] // 2), (*x.strides[:-1], 2 * x.strides[-1]))
+    op.tape.finish(node, out)
+    return out
+
+
+def first_of(op: Aten, x: Value, length: int) -> Value:
+    """The first of the last dim but one; its gradient is written into zeros."""
+    shape, itemsize = x.shape, x.itemsize
+    node = op.tape.node([x], lambda g, s: [op.tape.new(shape, itemsize, "slice.grad")])
+    out = x.view((*shape[:-2], length, shape[-1]), x.strides)
+    op.tape.finish(node, out)
+    return out
+
+
+def one_of(op: Aten, x: Value) -> Value:
+    """`x[..., i, :]`: a view; its gradient is written into zeros."""
+    shape, itemsize = x.shape, x.itemsize
+    node = op.tape.node([x], lambda g, s: [op.tape.new(shape, itemsize, "select.grad")])
+    out = x.view((*shape[:-2], shape[-1]), (*x.strides[:-2], x.strides[-1]))
     op.tape.finish(node, out)
     return out
 

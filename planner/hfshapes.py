@@ -39,10 +39,12 @@ GPT_NAMES = {
 }
 
 
+FIRST_BAICHUAN_VOCAB = 64_000
+
 _SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
 _GATED_TYPES = (
     *("qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "olmo2", "stablelm"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "internlm2", "baichuan"),
 )
 ACTIVATIONS = {
     **{kind: _SILU for kind in _GATED_TYPES},
@@ -125,6 +127,10 @@ def taken_as(arch: Architecture) -> tuple[str, ...]:
     if arch.family == "vit":
         size, patches = arch.trait("image"), arch.max_seq - 1
         return (f"a sequence is one image, {size} x {size} pixels in fp32: {patches} patches and a class token",)
+    if arch.family == "gemma3":
+        return ("batches are text alone: the image tower has states and gradient buffers, and no activations",)
+    if arch.family == "t5":
+        return ("--seq tokens go into the encoder, and as many into the decoder",)
     return ()
 
 
@@ -181,10 +187,10 @@ def _gemma2(keys: Keys, hidden: int) -> Traits:
 
 
 def _gemma3_text(keys: Keys, hidden: int) -> Traits:
+    """The class reads `attn_logit_softcapping` and does not use it."""
     return {
         **_biases(keys),
         "window": keys.integer("sliding_window", 4096),
-        "capped_scores": keys.config.get("attn_logit_softcapping") is not None,
         "capped_logits": keys.config.get("final_logit_softcapping") is not None,
     }
 
@@ -217,10 +223,23 @@ def _falcon(keys: Keys, hidden: int) -> Traits:
     }
 
 
+def _baichuan(keys: Keys, hidden: int) -> Traits:
+    """The 7B rotates and says how many positions it has. The 13B has ALiBi, a mask that outlives its step: not counted.
+
+    The first Baichuan, of 64,000 tokens, has a plain head; the second one norms its head's rows.
+    """
+    return {
+        "normed_head": keys.integer("vocab_size", 125696) != FIRST_BAICHUAN_VOCAB,
+        "not_counted": "max_position_embeddings" not in keys.config,
+    }
+
+
 def _chatglm(keys: Keys, hidden: int) -> Traits:
     keys.refuse("add_bias_linear", keys.flag("add_bias_linear", default=False), (False,))
     for name in ("rmsnorm", "post_layer_norm", "multi_query_attention"):
         keys.refuse(name, keys.flag(name, default=True), (True,))
+    for name in ("apply_residual_connection_post_layernorm", "fp32_residual_connection"):
+        keys.refuse(name, keys.flag(name, default=False), (False,))
     return {"qkv_bias": keys.flag("add_qkv_bias", default=False)}
 
 
@@ -334,8 +353,12 @@ def _with(keys: Keys, **defaults: int) -> Keys:
 
 
 def _t5(keys: Keys, hidden: int) -> Traits:
-    gated = keys.text("feed_forward_proj", "relu").startswith("gated")
+    words = keys.text("feed_forward_proj", "relu").split("-")
+    gated = words[0] == "gated"
+    act = "gelu_new" if words == ["gated", "gelu"] else words[-1]
     return {
+        f"act_{act}": True,
+        "not_counted": act not in ("relu", "gelu_new", "silu", "gelu"),
         "gated": gated,
         "plain": not gated,
         "buckets": keys.integer("relative_attention_num_buckets", 32),
@@ -371,9 +394,13 @@ def _gemma3(keys: Keys) -> Architecture:
     tower = _with(vision, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, image_size=224, patch_size=16)
     # A head that pools the patches is built with the tower although nothing reads it.
     keys.refuse("vision_use_head", vision.flag("vision_use_head", default=True), (False,))
-    arch = read_shape("gemma3_text", text)
+    from zplan.planner.hfdropout import with_dropout
+
+    arch = with_dropout(read_shape("gemma3_text", text), text)
     patch = tower.integer("patch_size", None)
     traits: Traits = {
+        # The class with the tower leaves its logits as they are.
+        "capped_logits": False,
         "vision": tower.integer("hidden_size", None),
         "vision_ffn": tower.integer("intermediate_size", None),
         "vision_layers": tower.integer("num_hidden_layers", None),
@@ -406,7 +433,13 @@ _V3 = {
 }
 
 SHAPES: dict[str, Shape] = {
-    "baichuan": Shape(("BaichuanForCausalLM",), (32, 4096, 32, 0, 0, 11008, 125696, 4096), tied=False, names=UNGROUPED),
+    "baichuan": Shape(
+        ("BaichuanForCausalLM",),
+        (32, 4096, 32, 0, 0, 11008, 125696, 4096),
+        tied=False,
+        traits=_baichuan,
+        names=UNGROUPED,
+    ),
     "bert": Shape(
         ("BertForMaskedLM",),
         (12, 768, 12, 0, 0, 3072, 30522, 512),

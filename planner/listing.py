@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from zplan.planner.activations import type_counted
 from zplan.planner.hardware import read_gpus
 from zplan.planner.hfconfig import RUNNABLE_TYPES
 from zplan.planner.overhead import MEASURED
@@ -31,10 +30,8 @@ def list_models(*, as_json: bool) -> str:
 
 
 def _known(kind: str) -> str:
-    """How far zplan knows a model_type: to plan and train it, to estimate all of it, or its states alone."""
-    if kind in RUNNABLE_TYPES:
-        return "plan and run"
-    return "estimate only" if type_counted(kind) else "states only"
+    """How far zplan knows a model_type of the table: to plan and train it, or to estimate it."""
+    return "plan and run" if kind in RUNNABLE_TYPES else "estimate only"
 
 
 def list_gpus(*, as_json: bool) -> str:

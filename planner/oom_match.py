@@ -10,6 +10,8 @@ from zplan.planner.costs import costs
 from zplan.planner.lint import whole
 from zplan.planner.need import Setup, setup_lines
 from zplan.planner.oom_log import POOL_BLOCKS, OutOfMemory, Phase, segment_bytes
+from zplan.planner.sequence import IMAGES
+from zplan.planner.stacks import kind
 
 FP32 = 4
 _FORWARD: tuple[Phase, ...] = ("forward", "backward")
@@ -50,7 +52,8 @@ def _activations(setup: Setup) -> Iterator[Candidate]:
         if line_id in by_id:
             yield Candidate(line_id, what, by_id[line_id].nbytes, phases)
     if setup.spec.arch is not None and "act.head.output" in by_id:
-        tokens = choice.micro_batch * choice.seq
+        images = setup.spec.arch.family in IMAGES  # One row of logits each.
+        tokens = choice.micro_batch * (1 if images else choice.seq)
         yield Candidate("act.loss.saved", "logits in fp32", tokens * setup.spec.arch.vocab * FP32, ("loss", "backward"))
     every_block = setup if setup.checkpointing == "none" else None
     for unit, found in profile(setup.spec, choice).items():
@@ -59,8 +62,11 @@ def _activations(setup: Setup) -> Iterator[Candidate]:
     if every_block is None:
         from dataclasses import replace
 
-        for label, nbytes in profile(setup.spec, replace(choice, checkpointing="none"))["block"].detail:
-            yield Candidate("act.block.backward", f"{label} of the block that is run again", nbytes, _FORWARD)
+        blocks = {kind(unit.name) for unit in setup.spec.units if unit.kind == "block"}
+        for unit, found in profile(setup.spec, replace(choice, checkpointing="none")).items():
+            if unit in blocks:
+                for label, nbytes in found.detail:
+                    yield Candidate(f"act.{unit}.backward", f"{label} of the block that is run again", nbytes, _FORWARD)
 
 
 def _parameters(setup: Setup) -> Iterator[Candidate]:

@@ -143,8 +143,10 @@ class AutocastAten(Aten):
     def matmul(self, a: Value, b: Value) -> Value:
         return super().matmul(self.to(a, self.low), self.to(b, self.low))
 
-    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True) -> Value:
-        return super().sdpa(self.to(q, self.low), self.to(k, self.low), self.to(v, self.low), causal=causal)
+    def sdpa(self, q: Value, k: Value, v: Value, *, causal: bool = True, added: Value | None = None) -> Value:
+        added = None if added is None else self.to(added, self.low)
+        q, k, v = (self.to(x, self.low) for x in (q, k, v))
+        return super().sdpa(q, k, v, causal=causal, added=added)
 
     def shares_heads(self, q: Value) -> bool:
         return self.table.attention[self.low] != "efficient"

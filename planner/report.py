@@ -13,6 +13,8 @@ from zplan.planner.comm import textbook_volume
 from zplan.planner.interval import told_range, told_spread
 from zplan.planner.peer_rules import NAMES
 from zplan.planner.search import Row
+from zplan.planner.sequence import IMAGES
+from zplan.planner.stacks import stacks_of
 from zplan.planner.textbook import TEXTBOOK
 from zplan.planner.units import format_count, format_gb, format_gib, format_percent, format_small
 
@@ -79,7 +81,9 @@ def _question(e: Estimate) -> list[str]:
     kv = "" if a.kv_heads == a.heads else f" ({a.kv_heads} key-value)"
     tied = ", tied head" if a.tied else ""
     heads = f"{a.heads} heads{kv} of {a.head_dim}"
-    shape = f"{a.layers} layers x {a.hidden}, {heads}, feed-forward {a.ffn}, vocabulary {a.vocab}{tied}"
+    words = f"{a.vocab} classes" if a.family in IMAGES else f"vocabulary {a.vocab}"
+    layers = " + ".join(map(str, stacks_of(a).values()))
+    shape = f"{layers} layers x {a.hidden}, {heads}, feed-forward {a.ffn}, {words}{tied}"
     if m.assumed:
         out = [
             f"Model     {format_count(m.num_params)} parameters; the shape is assumed: Llama-like,",

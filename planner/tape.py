@@ -81,12 +81,14 @@ def _split(nbytes: int) -> tuple[int, int]:
 class Storage:
     """Bytes that live from birth to death. `born` and `died` are phase indices."""
 
-    __slots__ = ("again", "at", "beside", "born", "coefficient", "died", "label", "refs")
+    __slots__ = ("again", "at", "beside", "born", "coefficient", "died", "label", "owner", "refs")
 
     def __init__(self, at: int, coefficient: int, label: str, born: int) -> None:
         self.at, self.coefficient, self.label, self.born = at, coefficient, label, born
         self.again = False
         """Born while a checkpointed call ran again."""
+        self.owner: str | None = None
+        """Unit of the parameter whose gradient it is."""
         self.died: int | None = None
         self.refs = 0
         self.beside: Value | None = None
@@ -168,6 +170,10 @@ class Accumulate(Node):
     def __init__(self, unit: UnitGradients) -> None:
         super().__init__(2**62, lambda grads, saved: [], [], [])
         self.unit = unit
+
+    def takes(self, gradient: Value) -> None:
+        """Mark a storage as the parameter's gradient, or a part of it."""
+        gradient.storage.label, gradient.storage.owner = PARAMETER_GRADIENT, self.unit.name
 
 
 class InputLeaf(Node):
@@ -488,13 +494,12 @@ class Tape:
             for i, edge in enumerate(node.edges):
                 if edge is None:
                     continue
-                value = outputs[i]
-                if value is not None and isinstance(edge.node, Accumulate):
-                    value.storage.label = PARAMETER_GRADIENT
-                del value
                 target = buffers.setdefault(edge.node, [None] * edge.node.num_outputs)
                 leaf = isinstance(edge.node, Accumulate)
-                target[edge.output_nr] = self._add(target, edge.output_nr, outputs, i, leaf=leaf)
+                value = target[edge.output_nr] = self._add(target, edge.output_nr, outputs, i, leaf=leaf)
+                if value is not None and isinstance(edge.node, Accumulate):
+                    edge.node.takes(value)
+                del value
                 waiting[edge.node] -= 1
                 if not waiting[edge.node]:
                     pushed += 1
@@ -552,7 +557,7 @@ class Tape:
         if gradient.storage.refs > 1 and self._is_whole(gradient):
             # Another node is to have it too, so it is copied. A part of a larger tensor is taken with all of that.
             gradient = gradients[0] = self.new(gradient.shape, gradient.itemsize, "clone")
-        gradient.storage.label = PARAMETER_GRADIENT
+        node.takes(gradient)
         unit.landed += 1
         if unit.name in self.held:
             self._held.append(gradient.alias())

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zplan.planner.activations import instances, simulation
+from zplan.planner.activations import simulation
 from zplan.planner.config import Choice
 from zplan.planner.models import Adapters, Architecture, ModelSpec
+from zplan.planner.stacks import Stacks, stacks_of
 from zplan.planner.tape import BASIS
 
 
@@ -66,7 +67,7 @@ def step_work(arch: Architecture, choice: Choice, adapters: Adapters | None = No
     """Work of one micro-step of a model whose ops are counted."""
     sim = simulation(arch, choice, adapters)
     values = [choice.micro_batch**i * choice.seq**j for i, j in BASIS]
-    simulated = len({p.partition(".")[2] for p in sim.phases if p.startswith("forward.blocks.")})
+    stacks = Stacks.of(arch, sim.small)
     parts: dict[str, Work] = {}
     blocks_seen = False
     for phase, *counts in zip(sim.phases, sim.flops, sim.attention, sim.written, strict=True):
@@ -74,9 +75,9 @@ def step_work(arch: Architecture, choice: Choice, adapters: Adapters | None = No
         direction = "forward" if pass_ in ("idle", "forward", "loss") else "backward"
         work = Work(*(_dot(coefficients, values) for coefficients in counts))
         part = "front" if unit in ("embed", "positions") or not blocks_seen else "end"
-        if unit.startswith("blocks."):
+        if stacks.place(unit):
             part, blocks_seen = "blocks", True
-            work *= len(instances(unit, arch.layers, simulated))
+            work *= len(stacks.instances(unit))
         key = f"{part}.{direction}"
         parts[key] = parts.get(key, Work()) + work
     nothing = Work()
@@ -97,6 +98,8 @@ def _dot(coefficients: tuple[int, ...], values: list[int]) -> int:
 def model_flops(spec: ModelSpec, seq: int) -> int:
     """Operations of a token that MFU is told in: 6 a matrix parameter it meets, and 12 L H D T for attention.
 
+    Of an encoder-decoder a token is one on each side, and a layer of the decoder attends twice.
+
     D is the mean width of a key and a value. The convention of the PaLM paper (appendix B): nothing that is recomputed,
     attention without a causal half. What is frozen has no gradient and counts 4. A table that is only looked up
     multiplies nothing; tied, it is the head's and counts.
@@ -105,18 +108,23 @@ def model_flops(spec: ModelSpec, seq: int) -> int:
     assert arch is not None, f"{spec.name} has no known shape"
     window = min(seq, arch.window) if arch.window else seq
     trained, frozen = matrix_params(spec)
-    return 6 * trained + 4 * frozen + 6 * arch.layers * arch.heads * (arch.head_dim + arch.value_dim) * window
+    attends = arch.layers + 2 * arch.trait("decoder_layers")
+    return 6 * trained + 4 * frozen + 6 * attends * arch.heads * (arch.head_dim + arch.value_dim) * window
 
 
 def matrix_params(spec: ModelSpec) -> tuple[int, int]:
-    """Trained and frozen parameters that multiply every token: matrices of blocks and head; of experts those met."""
+    """Trained and frozen parameters that multiply every token: matrices of blocks and head; of experts those met.
+
+    Blocks that a step does not run, an image tower's in a batch of text, multiply none.
+    """
     arch = spec.arch
     assert arch is not None, f"{spec.name} has no known shape"
     experts, met = arch.trait("experts"), arch.trait("experts_per_token")
     counts = [0, 0]
     for unit in spec.units:
         tied = unit.kind == "embed" and unit.base_name == "embed" and arch.tied
-        if unit.kind not in ("block", "head") and not tied:
+        runs = unit.kind == "head" or unit.base_name.rpartition(".")[0] in stacks_of(arch)
+        if not runs and not tied:
             continue
         for p in unit.params:
             if len(p.shape) > 1:

@@ -11,6 +11,7 @@ from phases import DTYPES, choose, unit_modules
 
 from zplan.planner.activations import evaluation_peaks
 from zplan.planner.activities import RANDOM_STATE_BYTES, activities, kv_cache_bytes
+from zplan.planner.hfconfig import read_architecture
 from zplan.planner.ledger import merge
 from zplan.planner.models import Architecture
 from zplan.planner.predict import predict
@@ -171,3 +172,20 @@ def test_the_cache_is_as_large_as_that_of_transformers(kind):
     found = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     arch = Architecture(kind, 3, 32, 4, kv_heads, head_dim, 48, 64, 64, tied=False)
     assert kv_cache_bytes(arch, batch=2, length=8, itemsize=4) == found
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_a_cache_of_latents_is_what_the_class_keeps(kind):
+    transformers = pytest.importorskip("transformers")
+    config = {
+        **{"model_type": kind, "vocab_size": 64, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4},
+        **{"num_key_value_heads": 4, "intermediate_size": 48, "kv_lora_rank": 12, "qk_nope_head_dim": 16},
+        **{"qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None, "n_routed_experts": 8, "n_group": 2},
+        **{"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1},
+    }
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).eval()
+    with torch.no_grad():
+        cache = model(torch.zeros((2, 8), dtype=torch.long), use_cache=True).past_key_values
+    found = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    arch, _ = read_architecture(config, "m")
+    assert kv_cache_bytes(arch, batch=2, length=8, itemsize=4) == found == 3 * 2 * 8 * (12 + 8) * 4

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from phases import DTYPES, choose, observe, unit_modules
-from test_hfblocks import CASES, SMALL, modules_of
+from test_hfblocks import CASES, SMALL, class_config, modules_of
 from torch import Tensor, nn
 
 import zplan
@@ -111,6 +111,11 @@ HF = ["qwen2", "qwen3", "gemma", "phi3", "olmo2", "gpt_neox", "opt", "mixtral"]
     [
         (n, "all-linear" if i % 2 else "q,v", (2, 9, "bf16", "full" if i % 3 else "none", "sdpa"))
         for i, n in enumerate(HF)
+    ]
+    + [
+        ("deepseek_v2", "attention", (2, 9, "fp32", "none", "sdpa")),
+        ("deepseek_v3", "attention", (2, 9, "bf16", "full", "eager")),
+        ("gpt_oss", "all-linear", (2, 9, "bf16", "full", "eager")),
     ],
 )
 def test_every_phase_equals_what_peft_holds(name, words, kind):
@@ -119,7 +124,8 @@ def test_every_phase_equals_what_peft_holds(name, words, kind):
     arch, _ = read_architecture(config, "m")
     spec = adapted(arch, words)
     assert spec.adapters is not None
-    hf = transformers.AutoConfig.for_model(**config, use_cache=False, attn_implementation=choice.attention)
+    keys = class_config(config)
+    hf = transformers.AutoConfig.for_model(**keys, use_cache=False, attn_implementation=choice.attention)
     model = transformers.AutoModelForCausalLM.from_config(hf).to(DTYPES[choice.precision])
     if choice.checkpointing == "full":
         model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})

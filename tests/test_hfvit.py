@@ -14,6 +14,7 @@ from zplan.planner.api import estimate
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
 from zplan.planner.models import ModelSpec, decoder_units
+from zplan.planner.report import report
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,21 +39,24 @@ def tokens(config: dict) -> int:
     return (config["image_size"] // config["patch_size"]) ** 2 + 1
 
 
-def observed(config: dict, choice) -> dict[str, int]:
-    hf = transformers.AutoConfig.for_model(**config, attn_implementation=choice.attention)
-    model = transformers.AutoModelForImageClassification.from_config(hf)
-    modules = {
+def modules_of(model) -> dict:
+    return {
         "embed": model.vit.embeddings,
         **{f"blocks.{i}": layer for i, layer in enumerate(model.vit.layers)},
         "norm": model.vit.layernorm,
         "head": model.classifier,
     }
+
+
+def observed(config: dict, choice) -> dict[str, int]:
+    hf = transformers.AutoConfig.for_model(**config, attn_implementation=choice.attention)
+    model = transformers.AutoModelForImageClassification.from_config(hf)
     pixels = (choice.micro_batch, hf.num_channels, hf.image_size, hf.image_size)
 
     def batch():
         return {"pixel_values": torch.rand(pixels), "labels": torch.randint(7, (choice.micro_batch,))}
 
-    return observe_class(model, modules, choice, batch)
+    return observe_class(model, modules_of(model), choice, batch)
 
 
 KINDS = [
@@ -129,3 +133,4 @@ def test_an_estimate_says_what_a_sequence_is(name):
     assert found.counted
     assert found.row.choice.seq == 197
     assert any("one image, 224 x 224 pixels in fp32: 196 patches" in note for note in found.notes)
+    assert ", 1000 classes\n" in report(found)

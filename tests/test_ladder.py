@@ -201,7 +201,9 @@ def test_saving_has_no_ladder():
 
 def test_a_model_without_activations_has_no_ladder():
     s = setup(gpus=64)
-    s = replace(s, spec=model_from("deepseek-v3", None).spec)
+    spec = model_from("deepseek-v3", None).spec
+    assert spec.arch is not None
+    s = replace(s, spec=replace(spec, arch=replace(spec.arch, dense_layers=(1, 3))))
     found = diagnose(LOG.format(tried="1.95 GiB", idle="1.00 MiB"), "log", s, None)
     assert found.ladder is None and "are not counted, so no change can be weighed" in diagnosis_text(found)
 
@@ -275,3 +277,11 @@ def test_no_config_causes_a_traceback(top, zero, gpus, phase):
         assert found.fixed_peak_bytes <= 2 * GIB
     text = LOG.format(tried="64.00 MiB", idle="1.00 MiB")
     assert json.loads(diagnosis_json(diagnose(text, "log", s, None)))["messages"] == 1
+
+
+def test_candidates_of_two_stacks_and_of_images():
+    of_stacks = list(candidates(setup(model="t5-base", seq=512, checkpointing="full")))
+    again = {c.line for c in of_stacks if c.what.endswith("of the block that is run again")}
+    assert again == {"act.encoder.backward", "act.decoder.backward"}
+    logits = [c.nbytes for c in candidates(setup(model="vit-base", seq=197)) if c.what == "logits in fp32"]
+    assert logits == [8 * 1000 * 4]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zplan.planner.activations import counted
 from zplan.planner.api import estimate, plan
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import RUNNABLE_TYPES, read_architecture
@@ -46,6 +47,7 @@ def test_counts_of_the_table_are_exact(name):
     assert (spec.num_params, spec.num_active) == (row.num_params, row.num_active)
     assert (spec.arch.layers, spec.arch.hidden) == (row.layers, row.hidden)
     assert spec.arch.runnable == (read_preset(name)["model_type"] in RUNNABLE_TYPES)
+    assert counted(spec), "no op list for its activations"
 
 
 def test_every_type_of_the_table_is_known():

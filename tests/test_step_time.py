@@ -61,6 +61,13 @@ def test_counted_operations_are_six_a_parameter_and_attention(name):
     assert work.backward.flops == pytest.approx(2 * work.forward.flops, rel=0.01)
 
 
+def test_keys_and_values_of_two_widths():
+    spec = model_from("deepseek-v2-lite", None).spec
+    trained, _ = matrix_params(spec)
+    # 27 layers of 16 heads, 192 wide in scores and 128 in values.
+    assert model_flops(spec, 4096) - 6 * trained == 6 * 27 * 16 * (192 + 128) * 4096
+
+
 def test_a_decoder_is_counted_to_the_operation():
     work = step_work(TINY.arch, Choice(0, 1, 3, seq=32, attention="eager"))
     assert work.forward.flops * 3 == work.forward.flops + work.backward.flops == 3 * 32 * model_flops(TINY, 32)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zplan.planner.aten import DEVICES, Aten
+from zplan.planner.efficient_attention import gradient_sums
 from zplan.planner.strides import dense_like, is_dense, row_major, view_strides
 from zplan.planner.tape import PRIME_B, PRIME_T, TILE_128, WIDTH, Tape, UnitGradients, monomials
 
@@ -62,6 +63,26 @@ def test_what_is_beside_a_storage_lives_as_long():
     tape.enter("four")
     assert peak(tape, t=10) == 2 * 10 * 10
     del x
+
+
+@pytest.mark.parametrize(
+    ("heads", "wide", "values", "itemsize", "expected"),
+    [
+        (2, 64, 64, 2, 2 * 4 * 64 * 256),
+        (2, 80, 80, 2, 2 * 4 * 128 * 256),
+        # A sum of 192 a query, and a block of 64 keys and values in tiles of 128.
+        (16, 192, 128, 2, 16 * 4 * (192 * 256 + 64 * (256 + 128))),
+        (2, 64, 64, 4, 0),
+    ],
+    ids=["narrow", "tile of 128", "two widths", "fp32"],
+)
+def test_sums_of_the_memory_efficient_kernel(heads, wide, values, itemsize, expected):
+    tape, _ = start()
+    tape.enter("one")
+    sums = gradient_sums(tape, (1, heads, 200, wide), values, itemsize)
+    tape.close()
+    assert peak(tape, t=200) == expected
+    del sums
 
 
 def test_kernel_bytes_count_in_their_own_half():
