@@ -56,10 +56,11 @@ def train_all(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list
 
 
 @pytest.mark.gloo
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world_size", "precision", "k"), [(2, "bf16", 3), (3, "fp32", 1), (3, "bf16", 2)])
 def test_stages_and_runs_give_the_same_bits(run_ranks, world_size, precision, k):
     options = {"precision": precision, "piece": 16384, "deterministic": True, "checkpointing": "none"}
-    configs = [w.config(stage, k, **options) for stage in (0, 1, 2, 3, 0, 3)]
+    configs = [w.config(stage, k, **options) for stage in (0, 1, 2, 3, 3)]
     found = run_ranks(world_size, train_all, configs, limit=240)
     assert {bits for ranks in found for bits in ranks} == {found[0][0]}
 
