@@ -10,9 +10,9 @@ import sys
 import torch
 import torch.distributed as dist
 import transformers
+from job import join_job
 
 from zplan.runtime.initialize import initialize
-from zplan.runtime.mesh import join
 
 SMALL = {
     "vocab_size": 512,
@@ -66,7 +66,7 @@ def losses(name: str, stage: int, *, checkpointing: bool, checked: bool) -> list
 
 
 def main() -> None:
-    mesh = join()
+    mesh = join_job()
     bad = 0
     for name in MODELS:
         expected = losses(name, 0, checkpointing=False, checked=False)
