@@ -36,6 +36,7 @@ _FIELD = {
     "stage3_max_live_parameters": "stage 3: the ring holds as many of the largest block as fit in, two at least",
     "offload_optimizer": "`device` none, cpu or nvme, and `ratio`: counted, *estimate only*",
     "offload_param": "stage 3, with the optimizer offloaded: `device` none, cpu or nvme; *estimate only*",
+    **{old: f'old name of `"{new}": {{"device": "cpu"}}`' for old, new in dskeys.OLD_OFFLOADS.items()},
     "device": "none, cpu or nvme",
     "ratio": "share of the elements that is offloaded; `offload_optimizer` only",
     "lr": "learning rate",
@@ -60,6 +61,10 @@ _FP16 = {
     "auto_cast": "refused where it is true",
     "fp16_master_weights_and_grads": "refused where it is true",
 }
+_TOP = {
+    dskeys.OLD_BF16: "old name of `bf16`",
+    "data_types": "`grad_accum_dtype`: fp32, which zplan adds up in anyway; anything else is refused",
+}
 _BF16 = {"enabled": "honoured", "check_grad_overflow": "true: a step whose gradient norm is not finite is skipped"}
 
 
@@ -71,14 +76,18 @@ def treatments() -> dict[Block, dict[str, str]]:
     zero_mapped = {k: f"taken as {str(v).lower()}: {why}" for k, (v, why) in dskeys.ZERO_MAPPED.items()}
     params_inert = {k: f"nothing: {v}" for k, v in dskeys.OPTIMIZER_INERT.items()}
     return {
-        (): _ordered(dskeys.TOP_HONOURED, {**_refused(dskeys.TOP_NEUTRAL), **top_inert, **top_mapped}),
+        (): _ordered(dskeys.TOP_HONOURED, {**_refused(dskeys.TOP_NEUTRAL), **_TOP, **top_inert, **top_mapped}),
         ("bf16",): _ordered((), {**_refused(dskeys.BF16_NEUTRAL), **_BF16}),
         ("fp16",): _FP16,
         ("zero_optimization",): _ordered(
             dskeys.ZERO_HONOURED, {**zero_mapped, **zero_inert, **_refused(dskeys.ZERO_NEUTRAL)}
         ),
         ("zero_optimization", "offload_optimizer"): _ordered(
-            dskeys.OFFLOAD_HONOURED, {k: f"nothing: {v}" for k, v in dskeys.OFFLOAD_INERT.items()}
+            dskeys.OFFLOAD_HONOURED,
+            {
+                "super_offload": "refused where it is true",
+                **{k: f"nothing: {v}" for k, v in dskeys.OFFLOAD_INERT.items()},
+            },
         ),
         ("optimizer", "params"): _ordered(
             dskeys.OPTIMIZER_HONOURED, {**_refused(dskeys.OPTIMIZER_NEUTRAL), **params_inert}
@@ -98,7 +107,10 @@ def treatment(block: Block, key: str) -> str:
     return found[block].get(key, "refused: zplan's reader does not know it")
 
 
-TITLES: dict[Block, str] = {(): "Top level", ("bf16",): "`bf16`", ("fp16",): "`fp16`"}
+TITLES: dict[Block, str] = {
+    (): "Top level",
+    ("zero_optimization", "offload_optimizer"): "`zero_optimization.offload_optimizer` and `.offload_param`",
+}
 
 
 def config_tables() -> str:

@@ -188,7 +188,7 @@ def read_settings(
     """
     where = f"`{source}`"
     found: dict[str, Any] = {}
-    mapping, became = settle_autos(mapping)
+    mapping, became = settle_autos(_renamed(mapping, where))
     known = (*dskeys.TOP_HONOURED, *dskeys.TOP_NEUTRAL, *dskeys.TOP_INERT, *dskeys.TOP_MAPPED)
     for key, meant in dskeys.MEANT.items():
         if key in mapping:
@@ -230,6 +230,15 @@ def _numbers(mapping: Mapping[str, Any], where: str, found: dict[str, Any]) -> N
             found[field] = want(key, where, mapping[key])
 
 
+def _renamed(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """With the name of today for the bf16 block."""
+    if dskeys.OLD_BF16 not in mapping:
+        return mapping
+    if "bf16" in mapping:
+        raise ZplanError(f"both `bf16` and `{dskeys.OLD_BF16}` of {where} are given", f"drop `{dskeys.OLD_BF16}`")
+    return {"bf16" if key == dskeys.OLD_BF16 else key: value for key, value in mapping.items()}
+
+
 def _reduce_dtype(mapping: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:
     name = "communication_data_type"
     if mapping.get(name) is not None:
@@ -258,7 +267,7 @@ def from_mapping(mapping: Mapping[str, Any], *, world_size: int, source: str = "
             f'`{auto[0]}` of `{source}` is "auto", and nothing else says the batch',
             "write a number, or let `zplan plan --config` choose",
         )
-    if any(dict(mapping.get(block) or {}).get("enabled") == "auto" for block in ("bf16", "fp16")):
+    if any(dict(mapping.get(block) or {}).get("enabled") == "auto" for block in ("bf16", dskeys.OLD_BF16, "fp16")):
         found.setdefault("precision", "bf16")
     batch = solve_batch(
         train=found.pop("train_batch_size", None),
@@ -365,7 +374,8 @@ def _screen(
     for key in block:
         if block[key] == "auto" and key in inert:
             raise refuse_type(key, where, "auto", "the value itself")
-    return tuple(f"`{key}` of {where} changes nothing: {inert[key]}" for key in block if key in inert)
+    asked = [key for key, value in block.items() if key in inert and not dskeys.all_off(value)]
+    return tuple(f"`{key}` of {where} changes nothing: {inert[key]}" for key in asked)
 
 
 def _prescaling(mapping: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -437,7 +447,7 @@ def _zero(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str
 
 def _offload(block: Mapping[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:
     """Both offload blocks, as one setting."""
-    notes: tuple[str, ...] = ()
+    block, notes = _old_offloads(block, where)
     places: dict[str, Any] = {}
     ratio = 1.0
     for key in ("offload_optimizer", "offload_param"):
@@ -462,6 +472,19 @@ def _offload(block: Mapping[str, Any], where: str, found: dict[str, Any]) -> tup
     if places:
         found["offload"] = offload if offload.optimizer != "none" else Offload()
     return notes
+
+
+def _old_offloads(block: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Old keys as the blocks that they are short for, and what there is to say of them."""
+    written, notes = dict(block), []
+    for old, key in dskeys.OLD_OFFLOADS.items():
+        if block.get(old) is None or not want_bool(old, where, block[old]):
+            continue
+        if block.get(key) is not None:
+            raise ZplanError(f"both `{old}` and `{key}` of {where} are given", f"drop `{old}`")
+        written[key] = {"device": "cpu"}
+        notes.append(f'`{old}` of {where} is the old name of `"{key}": {{"device": "cpu"}}`')
+    return written, tuple(notes)
 
 
 def _optimizer(block: dict[str, Any], where: str, found: dict[str, Any]) -> tuple[str, ...]:

@@ -77,6 +77,9 @@ TOP_HONOURED = (
     "zplan",
 )
 
+OLD_BF16 = "bfloat16"
+"""The old name of the block `bf16`, which DeepSpeed still reads."""
+
 TOP_NEUTRAL: dict[str, Neutral] = {
     "amp": disabled,
     "torch_autocast": disabled,
@@ -89,7 +92,6 @@ TOP_NEUTRAL: dict[str, Neutral] = {
     "disable_allgather": false,
     "disable_python_gc": false,
     "managed_gradient_accumulation": true,
-    "activation_checkpointing": all_off,
     "checkpoint": all_off,
     "load_universal_checkpoint": false,
     "dataloader_drop_last": false,
@@ -110,7 +112,6 @@ TOP_NEUTRAL: dict[str, Neutral] = {
     "data_efficiency": disabled,
     "quantize_training": disabled,
     "compression_training": absent,
-    "sparse_attention": absent,
     "pipeline": absent,
     "tensor_parallel": absent,
     "sequence_parallel_size": number(1),
@@ -123,7 +124,12 @@ _AFTER = "zplan adds up in fp32 and divides once, in the step"
 TOP_MAPPED: dict[str, str] = {"prescale_gradients": _AFTER, "gradient_predivide_factor": _AFTER}
 """When to divide by the ranks: any value gives the same training but for rounding."""
 
-TOP_INERT: dict[str, str] = {"aio": "it tunes DeepSpeed's own NVMe transfers"}
+TOP_INERT: dict[str, str] = {
+    "aio": "it tunes DeepSpeed's own NVMe transfers",
+    "activation_checkpointing": "it steers a function of DeepSpeed's that models must call; what the model itself "
+    "checkpoints is checkpointed, the built-in decoder with `--checkpointing full`",
+    "sparse_attention": "it describes attention modules of DeepSpeed's that models must call",
+}
 
 BF16_NEUTRAL: dict[str, Neutral] = {
     "check_grad_overflow": either,
@@ -131,6 +137,9 @@ BF16_NEUTRAL: dict[str, Neutral] = {
     "bf16_master_weights_and_grads": false,
     "bf16_optimizer_states": false,
 }
+
+OLD_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+"""Old key -> the block that it is short for, with device cpu."""
 
 OFFLOAD_HONOURED = ("device", "ratio")
 _IO = "it tunes DeepSpeed's own transfers"
@@ -151,15 +160,12 @@ ZERO_COUNTS = {
 
 ZERO_HONOURED = (
     *("stage", "reduce_bucket_size", "stage3_max_live_parameters", "overlap_comm", *ZERO_COUNTS),
-    *("offload_optimizer", "offload_param"),
+    *("offload_optimizer", "offload_param", *OLD_OFFLOADS),
 )
 
 ZERO_NEUTRAL: dict[str, Neutral] = {
-    "cpu_offload": false,
-    "cpu_offload_param": false,
     "zenflow": absent,
     "legacy_stage1": false,
-    "elastic_checkpoint": false,
     "zero_hpz_partition_size": number(1),
     "zero_quantized_weights": false,
     "zero_quantized_nontrainable_weights": false,
@@ -171,7 +177,6 @@ ZERO_NEUTRAL: dict[str, Neutral] = {
     "enable_sanity_checks": false,
     "compute_grad_norm": true,
     "load_from_fp32_weights": true,
-    "leaf_module": all_off,
 }
 
 _SAVING = "`zplan.summon` gives whole weights to save"
@@ -196,6 +201,8 @@ ZERO_INERT: dict[str, str] = {
     "stage3_module_granularity_threshold": _RING,
     "stage3_use_all_reduce_for_fetch_params": _RING,
     "stage3_allgather_sequential": _RING,
+    "leaf_module": "zplan gathers whole blocks, experts and all",
+    "elastic_checkpoint": "every checkpoint of zplan's loads at any number of ranks",
     "parameter_alignment": _FLAT,
     "ignore_unused_parameters": "zplan closes a unit with zeros where a parameter has no gradient",
     "memory_efficient_linear": "zplan patches no torch function",
@@ -230,9 +237,7 @@ OTHER_OPTIMIZERS = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "z
 """Lower case; known to the field and not built yet."""
 
 INSTEAD: dict[str, str] = {
-    "activation_checkpointing": "drop the block and use `--checkpointing full`",
     "adam_w_mode": 'of "Adam": false adds the decay to the gradient; "AdamW" always decouples it',
-    "cpu_offload": 'use "offload_optimizer": {"device": "cpu"}',
 }
 """What to write instead, where that is more than leaving the key out."""
 

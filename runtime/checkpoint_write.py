@@ -2,8 +2,9 @@
 
 [Note: write path] A file is written in blocks, past the page cache (O_DIRECT): filling the cache costs the processor as
 much as everything else together, and writing it back competes with whatever trains. Three things happen at once: this
-thread copies ranges to blocks, from a GPU or from host memory; one sums what was copied; one writes what is full. That
-takes `BLOCKS` blocks of host memory, whatever is saved, and one range where the ranges are of masters in halves. What a
+thread copies ranges to blocks, from a GPU or from host memory; others sum what was copied, since one sums no faster
+than some disks write; one writes what is full. That takes `BLOCKS` blocks of host memory, whatever is saved, and one
+range where the ranges are of masters in halves. What a
 file system does not take past its cache (the last bytes of a file; all of it on some) goes through the cache: the same
 bytes, only slower.
 """
@@ -41,6 +42,9 @@ from zplan.runtime.halves import Halves, values_of
 
 Source = tuple[Range, Tensor | Halves]
 """A range and its values: 1D, contiguous, on any device."""
+
+SUMMERS = BLOCKS - 1
+"""Threads that sum: one block is on its way to the disk."""
 
 DIRECT = getattr(os, "O_DIRECT", 0)
 """Past the page cache; no system but Linux has it under this name."""
@@ -133,8 +137,8 @@ def write_data(path: Path, sources: Sequence[Source]) -> DataFile:
     header = safetensors_header([r for r, _ in sources])
     fd = _create(path)
     try:
-        with ThreadPoolExecutor(1) as summer, ThreadPoolExecutor(1) as writer:
-            pipe = Pipe(path, fd, summer, writer, on_gpu=any(kept.is_cuda for _, kept in sources))
+        with ThreadPoolExecutor(SUMMERS) as summers, ThreadPoolExecutor(1) as writer:
+            pipe = Pipe(path, fd, summers, writer, on_gpu=any(kept.is_cuda for _, kept in sources))
             pipe.put(header, "")
             for range_, kept in sources:
                 pipe.put(values_of(kept).detach().view(torch.uint8), range_.key)
@@ -165,32 +169,30 @@ class Pipe:
 
     Parameters
     ----------
-    summer, writer
-        One thread each, so that stretches are summed and blocks written in order.
+    summers, writer
+        Threads that begin in the order of what they are given; a single one writes.
     on_gpu
         Blocks are pinned, so that copies from a GPU are the copy engine's.
     """
 
     def __init__(
-        self, path: Path, fd: int, summer: ThreadPoolExecutor, writer: ThreadPoolExecutor, *, on_gpu: bool
+        self, path: Path, fd: int, summers: ThreadPoolExecutor, writer: ThreadPoolExecutor, *, on_gpu: bool
     ) -> None:
-        self.path, self.fd, self.summer, self.writer = path, fd, summer, writer
+        self.path, self.fd, self.summers, self.writer = path, fd, summers, writer
         # Pinned memory begins with a page.
         whole = torch.empty(BLOCKS * BLOCK_BYTES + (0 if on_gpu else ALIGN_BYTES), dtype=torch.uint8, pin_memory=on_gpu)
         start = -whole.data_ptr() % ALIGN_BYTES
         self.blocks = whole[start : start + BLOCKS * BLOCK_BYTES].split(BLOCK_BYTES)
-        self.busy: list[tuple[Future[None], Future[None]] | None] = [None] * BLOCKS
-        """Of each block, what must be done before it is filled again."""
         self.turn, self.filled = 0, 0
+        self.busy: list[list[Future[Any]]] = [[] for _ in range(BLOCKS)]
+        """Of each block, what must be done before it is filled again."""
         self.first_key = ""
         """Of the first stretch with a name in the block, for errors."""
-        self.summed: Future[None] | None = None
-        self.sums: list[int] = []
+        self.sums: list[Future[int]] = []
 
     def put(self, raw: bytes | Tensor, key: str) -> None:
         """Add a stretch: bytes, or 1D uint8 on any device."""
-        self.summer.submit(self.sums.append, 0)
-        at, size = 0, len(raw)
+        summed, at, size = self.summers.submit(int), 0, len(raw)
         while at < size:
             if not self.filled:
                 self._settle(self.turn)
@@ -202,10 +204,12 @@ class Pipe:
                 part.copy_(more)
             else:
                 view[:] = more
-            self.summed = self.summer.submit(self._sum, view)
+            summed = self.summers.submit(_add_to_sum, view, summed)
+            self.busy[self.turn].append(summed)
             self.filled, at = self.filled + len(part), at + len(part)
             if self.filled == BLOCK_BYTES:
                 self._flush()
+        self.sums.append(summed)
 
     def finish(self) -> list[int]:
         """Until all is written; the crc32 of each stretch."""
@@ -213,27 +217,28 @@ class Pipe:
             self._flush()
         for turn in range(BLOCKS):
             self._settle(turn)
-        return self.sums
+        return [s.result() for s in self.sums]
 
     def _flush(self) -> None:
-        assert self.summed is not None
         view = memoryview(self.blocks[self.turn][: self.filled].numpy())
-        self.busy[self.turn] = self.summed, self.writer.submit(self._write, view, self.first_key)
+        self.busy[self.turn].append(self.writer.submit(self._write, view, self.first_key))
         self.turn, self.filled = (self.turn + 1) % BLOCKS, 0
 
     def _settle(self, turn: int) -> None:
-        waited, self.busy[turn] = self.busy[turn], None
-        for done in waited or ():
+        waited, self.busy[turn] = self.busy[turn], []
+        for done in waited:
             done.result()
-
-    def _sum(self, view: memoryview) -> None:
-        self.sums[-1] = zlib.crc32(view, self.sums[-1])
 
     def _write(self, view: memoryview, key: str) -> None:
         try:
             write_all(self.fd, view)
         except OSError as error:
             raise unwritable(self.path, error, at=key) from None
+
+
+def _add_to_sum(view: memoryview, before: Future[int]) -> int:
+    """crc32 of a stretch that goes on in another block. What came before was begun earlier, so it will end."""
+    return zlib.crc32(view, before.result())
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

@@ -145,11 +145,14 @@ def test_what_is_left_out_has_deepspeeds_meaning():
         ({"wall_clock_breakdown": "true"}, 'is the string "true"', "without quotes"),
         ({"gradient_predivide_factor": 0}, "`gradient_predivide_factor` of `ds.json` is 0", "1.0"),
         ({"zero_optimization": {"stage3_prefetch_bucket_size": -1}}, "is the number -1", "at least 0"),
+        ({"elasticity": {"enabled": True}}, "`elasticity` of `ds.json` asks for", "leave it out"),
+        ({"zero_optimization": {"cpu_offload": "true"}}, 'is the string "true"', "without quotes"),
         (
-            {"activation_checkpointing": {"partition_activations": True}},
-            "`activation_checkpointing`",
-            "--checkpointing",
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
+            "both `cpu_offload` and `offload_optimizer`",
+            "drop `cpu_offload`",
         ),
+        ({"zero_optimization": {"cpu_offload_param": True}}, "`offload_param`", '"offload_optimizer"'),
         ({"communication_data_type": "fp16"}, "`communication_data_type`", ""),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer `OneBitAdam` is not built yet", "AdamW"),
         ({"optimizer": {"type": "AdmW"}}, "unknown optimizer `AdmW`", "`adamw`"),
@@ -186,6 +189,28 @@ def test_inert_keys_are_accepted_with_a_note(key):
     assert len(c.notes) == 1 and f"`{key}`" in c.notes[0] and "changes nothing" in c.notes[0]
     if ("zero_optimization", key) not in SETTLED:
         assert 'is "auto"' in refusal({**ONE, "zero_optimization": {key: "auto"}}).message
+
+
+@pytest.mark.parametrize("key", sorted(dskeys.TOP_INERT))
+def test_blocks_that_steer_nothing_here_are_accepted_with_a_note(key):
+    (note,) = from_mapping({**ONE, key: {"partition_activations": True}}, world_size=2).notes
+    assert f"`{key}`" in note and "changes nothing" in note
+
+
+def test_the_old_name_of_bf16():
+    old = from_mapping({**ONE, "bfloat16": {"enabled": True}}, world_size=1)
+    assert (old.precision, old.notes) == ("bf16", ())
+    assert from_mapping({**ONE, "bfloat16": {"enabled": "auto"}}, world_size=1).precision == "bf16"
+    assert "both `bf16` and `bfloat16`" in refusal({**ONE, "bfloat16": {"enabled": True}, "bf16": {}}).message
+
+
+def test_old_offload_keys_are_the_blocks_of_today():
+    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}
+    c = from_mapping({**ONE, "zero_optimization": zero}, world_size=2)
+    assert (c.offload.optimizer, c.offload.params) == ("cpu", "cpu")
+    assert [n for n in c.notes if "is the old name" in n] == list(c.notes) and len(c.notes) == 2
+    off = from_mapping({**ONE, "zero_optimization": {"stage": 3, "cpu_offload": False}}, world_size=2)
+    assert off.offload.optimizer == "none" and not off.notes
 
 
 def test_steps_that_are_not_finite_are_skipped_whatever_bf16_says():

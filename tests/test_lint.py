@@ -415,6 +415,48 @@ def test_rules_that_need_more_than_the_file(config, subject, rule, wanted):
     assert (rule in check(config, **subject).rules) is wanted
 
 
+BF16, ACCUMULATE = {"bf16": {"enabled": True}}, {"data_types": {"grad_accum_dtype": "fp32"}}
+FULL_SHARD = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_cpu_ram_efficient_loading": True}
+LAYERS = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+
+
+def fsdp(**more):
+    return {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {**FULL_SHARD, **more}}
+
+
+@pytest.mark.parametrize(
+    ("config", "rule", "severity"),
+    [
+        ({**MICRO, **BF16, **ACCUMULATE}, "fp32-accumulation-at-stage-0", "error"),
+        ({**MICRO, **BF16, **ACCUMULATE, **zero(1)}, "fp32-accumulation-at-stage-0", None),
+        ({**MICRO, **ACCUMULATE}, "fp32-accumulation-at-stage-0", None),
+        ({**MICRO, **BF16}, "clipping-default", "note"),
+        ({**MICRO, **BF16, "gradient_clipping": 0.0}, "clipping-default", None),
+        ({**MICRO, "scheduler": {"type": "WarmupCosine"}}, "scheduler-type", "error"),
+        ({**MICRO, "scheduler": {"type": "WarmupCosineLR", "params": {}}}, "scheduler-type", None),
+        ({**fsdp(), "deepspeed_config": {"zero_stage": 2}}, "two-engines", "error"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}, "two-engines", None),
+        (fsdp(fsdp_sync_module_states=False), "fsdp-sync", "error"),
+        (fsdp(fsdp_sync_module_states=True), "fsdp-sync", None),
+        (fsdp(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP"), "fsdp-wrap", "note"),
+        (fsdp(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", **LAYERS), "fsdp-wrap", None),
+        (fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"), "fsdp-wrap", None),
+    ],
+)
+def test_rules_speak_where_they_apply_and_nowhere_else(config, rule, severity):
+    assert [f.severity for f in check(config).findings if f.rule == rule] == ([severity] if severity else [])
+
+
+def test_every_rule_that_is_documented_has_a_test():
+    root = Path(__file__).parent.parent
+    text = (root / "docs" / "check.md").read_text(encoding="utf-8")
+    rules = re.findall(r"`([a-z0-9-]+)`", text.partition("## Rules")[2].partition("\n## ")[0])
+    tests = [*Path(__file__).parent.glob("test_*.py"), Path(__file__).parent / "golden" / "config_cases.json"]
+    tested = "\n".join(p.read_text(encoding="utf-8") for p in tests)
+    code = "\n".join(p.read_text(encoding="utf-8") for p in (root / "planner").glob("lint*.py"))
+    assert len(rules) > 60 and [r for r in rules if f'"{r}"' not in tested or f'"{r}"' not in code] == []
+
+
 def test_batch_norm_in_half_precision(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet", "hidden_sizes": [64]}), encoding="utf-8")
     s = make_subject({"model": str(tmp_path)}, {})

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from job import join_job
 
 from zplan.planner.models import Architecture
 from zplan.runtime.checkpoint_frozen import bit_sum
@@ -198,8 +199,7 @@ def main() -> None:
     os.environ["ZPLAN_DEVICE"] = args.device
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
     args.folder.mkdir(parents=True, exist_ok=True)
-    if alone := int(os.environ["WORLD_SIZE"]) == 1:  # a single rank needs no group, but torch's saves do
-        dist.init_process_group("gloo")
+    join_job()
     engine = start(args.million)
     out = args.folder / "saved"
     engine.save_checkpoint(out, "warm", background=False)
@@ -218,8 +218,7 @@ def main() -> None:
         sys.stdout.write(table(found) + "\n\n" + json.dumps(found) + "\n")
         shutil.rmtree(args.folder)
     engine.close()
-    if alone:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import io
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,7 +32,7 @@ from zplan.planner.predict import predict
 from zplan.planner.timeline import timeline
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.engine import Engine
-from zplan.runtime.initialize import initialize, meta_init
+from zplan.runtime.initialize import engines, initialize, meta_init
 from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.verify import Meter
 
@@ -109,7 +110,7 @@ def overflows(mesh: Mesh, stage: int) -> tuple[bool, str]:
     scales, rates, weights, expected = [], [], [], []
     scaler, on_cuda = engine.optimizer.scaler, mesh.device.type == "cuda"
     for step in range(40):
-        if on_cuda and step == 1:  # the first compiles and builds tables
+        if on_cuda and step == 2:  # the first compiles and builds tables
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
         # The last rank's alone: all must skip.
@@ -123,7 +124,8 @@ def overflows(mesh: Mesh, stage: int) -> tuple[bool, str]:
         scales.append(scaler.scale.clone())
         if step in (8, 9, 12):
             weights.append(engine.optimizer.weights(engine.trained[1])[0].clone())
-    torch.cuda.set_sync_debug_mode("default") if on_cuda else None
+    if on_cuda:
+        torch.cuda.set_sync_debug_mode("default")
     got, applied = torch.stack(scales).tolist(), int(engine.optimizer.applied)
     engine.close()
     wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
@@ -207,41 +209,56 @@ def breakdown(mesh: Mesh, arch: Architecture, stage: int, seq: int, micro_batch:
     return good, f"{line.partition(', ')[2]}; forward + backward + step {total:.2f}, the wall {wall:.2f} ms"
 
 
+class Checks:
+    """Makes checks one after the other, and a line of each."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.bad = mesh, 0
+
+    def __call__(self, what: str, of: Callable[..., tuple[bool, str]], *given: object) -> None:
+        try:
+            good, said = of(self.mesh, *given)
+        except Exception as error:  # the others are still worth their time
+            good, said = False, f"{type(error).__name__}: {error}"
+            for engine in engines():
+                engine.close()
+        finally:
+            if self.mesh.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        self.bad += not good
+        if self.mesh.rank == 0 or not good:
+            sys.stdout.write(f"{'ok ' if good else 'BAD'} {what}, world {self.mesh.world_size}: {said}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="350m", choices=sorted(ARCHS))
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=4)
     args = parser.parse_args()
-    mesh, bad = join(), 0
-
-    def check(what: str, found: tuple[bool, str]) -> None:
-        nonlocal bad
-        bad += not found[0]
-        if mesh.rank == 0 or not found[0]:
-            sys.stdout.write(f"{'ok ' if found[0] else 'BAD'} {what}, world {mesh.world_size}: {found[1]}\n")
-
+    mesh = join()
+    check = Checks(mesh)
     arch, seq = ARCHS[args.model], w.SEQ if args.model == "tiny" else args.seq
     for stage in (3, 2):
         settings = config(stage, seq, micro_batch=args.micro_batch)
-        check(f"fp16 bytes, {args.model}, stage {stage}", measured_bytes(mesh, arch, settings, None))
+        check(f"fp16 bytes, {args.model}, stage {stage}", measured_bytes, arch, settings, None)
     for stage in range(4):
         settings = config(stage, w.SEQ, accumulation=2)
-        check(f"fp16 bytes, tiny, stage {stage}, k 2", measured_bytes(mesh, w.LLAMA, settings, None))
+        check(f"fp16 bytes, tiny, stage {stage}, k 2", measured_bytes, w.LLAMA, settings, None)
     for stage in (1, 2, 3) if mesh.world_size == 1 else ():
         settings = config(stage, seq, micro_batch=args.micro_batch)
-        check(f"fp16 bytes, {args.model}, stage {stage}, one of 8", measured_bytes(mesh, arch, settings, 8))
+        check(f"fp16 bytes, {args.model}, stage {stage}, one of 8", measured_bytes, arch, settings, 8)
     for stage in (0, 2, 3):
-        check(f"forced overflows, stage {stage}", overflows(mesh, stage))
-    check("the host runs ahead", runs_ahead(mesh))
+        check(f"forced overflows, stage {stage}", overflows, stage)
+    check("the host runs ahead", runs_ahead)
     for stage in (1, 3):
-        check(f"error at the minimum scale, stage {stage}", last_error(mesh, stage))
+        check(f"error at the minimum scale, stage {stage}", last_error, stage)
     for stage in (2, 3):
-        check(f"wall_clock_breakdown, stage {stage}", breakdown(mesh, arch, stage, seq, args.micro_batch))
+        check(f"wall_clock_breakdown, stage {stage}", breakdown, arch, stage, seq, args.micro_batch)
     if mesh.rank == 0:
-        sys.stdout.write(f"{bad} bad\n")
+        sys.stdout.write(f"{check.bad} bad\n")
     mesh.close()
-    sys.exit(bool(bad))
+    sys.exit(bool(check.bad))
 
 
 if __name__ == "__main__":
