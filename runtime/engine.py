@@ -217,13 +217,7 @@ class Engine(nn.Module):
             Keep the graph for another backward of the same forward.
         """
         self._alive()
-        if self.is_gradient_accumulation_boundary() and self.reducer.fresh:
-            raise ZplanError(
-                f"`backward` was called {self.reducer.micro_step + 1} times for gradient_accumulation_steps "
-                f"{self.choice.accumulation}",
-                "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls "
-                "of a micro-step but the last in `with engine.no_sync():`",
-            )
+        self.reducer.check_due()
         self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
         self.sentinels.hide()
         self.hooks.phase("backward.loss")
