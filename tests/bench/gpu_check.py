@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 import workload as w
+from job import join_job
 
 from zplan.runtime.initialize import initialize
-from zplan.runtime.mesh import join
 
 STEPS = 6
 
@@ -50,7 +50,7 @@ def worst(a: list[float], b: list[float]) -> float:
 
 
 def main() -> None:
-    mesh = join()
+    mesh = join_job()
     bad = 0
     for precision in ("fp32", "bf16"):
         for k in (1, 3):

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gpu_speed import zplan_step
+from job import join_job
 from peers import fsdp2_step
 from shapes import SHAPES
-
-from zplan.runtime.mesh import join
 
 STEPS = 3
 
@@ -26,7 +25,7 @@ def main() -> None:
     name, micro_batch, seq, rest = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     checkpointing = "full" if "full" in rest else "none"
     stage = next((int(x[5:]) for x in rest if x.startswith("stage")), 3)
-    mesh = join()
+    mesh = join_job()
     if "fsdp2" in rest:
         step, close = fsdp2_step(name, checkpointing, mesh, compiled=False)
     else:

@@ -12,12 +12,13 @@ import time
 
 import torch
 import torch.distributed as dist
+from job import join_job
 from peers import ADAMW, CLIP, Made, Step, deepspeed_step, fsdp2_step
 from shapes import SHAPES
 
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.initialize import initialize
-from zplan.runtime.mesh import Mesh, join
+from zplan.runtime.mesh import Mesh
 
 WARM_UP, STEPS = 4, 8
 
@@ -84,7 +85,7 @@ def main() -> None:
     stage = next((int(x[5:]) for x in rest if x.startswith("stage")), 3)
     rounds = next((int(x[7:]) for x in rest if x.startswith("rounds=")), 2)
     peers = [x for x in ("fsdp2", "deepspeed") if x in rest] or ["fsdp2"]
-    mesh = join()
+    mesh = join_job()
     rates: dict[str, list[float]] = {}
     for i in range(rounds):
         for runtime in ["zplan", *peers][:: 1 if i % 2 == 0 else -1]:
