@@ -11,6 +11,7 @@ from torch import nn
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.models import Param, Unit, UnitKind
 from zplan.runtime.quantized import check_class, constant_storages
+from zplan.runtime.tables import PIECES, SplitTable
 
 LIST_SHARE = 0.02
 """Share of all parameters from which the children of a module list are units; below it the list is one unit."""
@@ -75,7 +76,7 @@ def find_units(
     """
     for name, p in model.named_parameters():
         _check(name, p)
-    blocks = _named_blocks(model, units) if units is not None else _listed_blocks(model)
+    blocks = _blocks(model, units)
     owner: dict[nn.Parameter, str] = {}
     found: list[Found] = []
     for name, m in model.named_modules():
@@ -142,6 +143,25 @@ def _check(name: str, p: nn.Parameter) -> None:
 
 # --- which modules are blocks
 # -------------------------------------------------------------------------------------------
+
+
+def _blocks(model: nn.Module, units: Sequence[str] | None) -> dict[str, nn.Module]:
+    """By name; the pieces of a table are blocks too, whatever `units` says of others. See [Note: tables]."""
+    blocks = _named_blocks(model, units) if units is not None else _listed_blocks(model)
+    for name, module in model.named_modules():
+        if isinstance(module, SplitTable) and not any(name == b or name.startswith(f"{b}.") for b in blocks):
+            blocks.update((_join(f"{name}.{PIECES}", n), piece) for n, piece in module.pieces.named_children())
+    return blocks
+
+
+def tables_of(model: nn.Module) -> dict[str, nn.Embedding | nn.Linear]:
+    """Embeddings and linear maps that lie in no block, such as the head, by name."""
+    blocks = _blocks(model, None)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.Linear)) and not any(f"{name}.".startswith(f"{b}.") for b in blocks)
+    }
 
 
 def _listed_blocks(model: nn.Module) -> dict[str, nn.Module]:

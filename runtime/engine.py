@@ -240,13 +240,7 @@ class Engine(nn.Module):
         return loss
 
     def _backward(self, loss: Tensor, num_tokens: int | None, *, retain_graph: bool) -> None:
-        if self.is_gradient_accumulation_boundary() and self.reducer.fresh:
-            raise ZplanError(
-                f"`backward` was called {self.reducer.micro_step + 1} times for gradient_accumulation_steps "
-                f"{self.choice.accumulation}",
-                "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls "
-                "of a micro-step but the last in `with engine.no_sync():`",
-            )
+        self.reducer.check_due()
         if self.in_backward is not None and self.scheduler is not None:
             self.scheduler.before_step()
         self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)

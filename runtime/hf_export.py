@@ -17,6 +17,7 @@ from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.checkpoint_state import architecture, describe_model
 from zplan.runtime.hf_names import hf_config, hf_name, is_transposed
 from zplan.runtime.model_folder import SHARD_BYTES, Dtype, ModelFolder, Row
+from zplan.runtime.tables import PIECES
 from zplan.runtime.unit import FlatUnit
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ def contents(model: Mapping[str, Any], parameters: tuple[Parameter, ...]) -> tup
     ZplanError
         When nobody knows what `config.json` such a model has.
     """
+    piece = next((p.name for p in parameters if f".{PIECES}." in p.name), None)
+    if piece is not None:
+        raise ZplanError(
+            f"`{piece}` is a piece of a table that `cap_tables` cut, and no model folder has such a name",
+            "`with zplan.summon(model): model.save_pretrained(folder)` writes the whole table under its own name",
+        )
     if model["kind"] == "transformers":
         return dict(model["config"]), [Row(p.name, p.shape) for p in parameters]
     if model["kind"] != "decoder":

@@ -380,6 +380,7 @@ class Hooks:
     def _join_task(self) -> None:
         """Once per backward: be told when it ends."""
         if not self.in_task:
+            self.reducer.check_due()
             self.in_task = True
             self.reducer.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)

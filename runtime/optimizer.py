@@ -41,6 +41,8 @@ from zplan.runtime.unit import FlatUnit
 
 CHUNKED = {"lion": Lion, "adagrad": Adagrad, "adamw-bf16": AdamWBf16, "adamw-bf16-states": AdamWBf16}
 
+OTHER_LOOPS = "transformers' Trainer and accelerate can't drive an engine: give them the plan as config (`zplan emit`)"
+
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
@@ -352,5 +354,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Refused: states lie in slices over all ranks."""
         raise ZplanError(
             "`optimizer.state_dict()` on sharded states",
-            "save with `engine.save_checkpoint(folder)`; read them in `with zplan.summon(model, optim=True) as whole:`",
+            "save with `engine.save_checkpoint(folder)`; read them in `with zplan.summon(model, optim=True) as whole:`;"
+            f" {OTHER_LOOPS}",
         )

@@ -26,9 +26,11 @@ from torch import Tensor
 from zplan.cuda_ops.sums import sum_slices
 from zplan.planner.buffers import full_gradients, reduced_numel, uses_reduce_slots
 from zplan.planner.config import Choice
+from zplan.planner.errors import ZplanError
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.materialize import COMPUTE_DTYPE
+from zplan.runtime.optimizer import OTHER_LOOPS
 from zplan.runtime.precision import Suspects
 from zplan.runtime.streams import Streams
 from zplan.runtime.symmetric import Shared
@@ -87,6 +89,16 @@ class Reducer:
     def reduced(self, unit: FlatUnit) -> bool:
         """Whether this backward has reduced a unit, so that further gradients of it come too late."""
         return unit in self.ready and unit not in self.order[self.next :]
+
+    def check_due(self) -> None:
+        """Raise where a backward of yet another micro-step begins while a step is due."""
+        if self.micro_step >= self.choice.accumulation and self.fresh:
+            raise ZplanError(
+                f"`backward` was called {self.micro_step + 1} times for gradient_accumulation_steps "
+                f"{self.choice.accumulation}",
+                "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls "
+                f"of a micro-step but the last in `with engine.no_sync():`; {OTHER_LOOPS}",
+            )
 
     def begin(self) -> None:
         """A backward begins. After a step, whatever comes first opens a micro-step."""

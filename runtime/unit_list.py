@@ -62,14 +62,18 @@ def list_units(
 
 def as_text(rows: Sequence[UnitRow], world_size: int) -> str:
     """The rows as a table, with runs of equal blocks folded into one line."""
-    lines = [f"{'unit':<36} {'module':<24} {'tensors':>7} {'parameters':>11} {'bf16':>10}  stage 3"]
-    for first, last, count in _folded(rows):
-        name = first.name if count == 1 else f"{first.name} ... {last.name}"
+    named = [
+        (first.name if count == 1 else f"{first.name} ... {last.name}", first, count)
+        for first, last, count in _folded(rows)
+    ]
+    wide = max(36, *(len(name) for name, _, _ in named))
+    lines = [f"{'unit':<{wide}} {'module':<24} {'tensors':>7} {'parameters':>13} {'bf16':>10}  stage 3"]
+    for name, first, count in named:
         notes = [first.where, *(["frozen"] if first.frozen else []), *(f"reads {n}" for n in first.reads)]
         if count > 1:
             notes.insert(0, f"{count} x")
         lines.append(
-            f"{name:<36} {first.module:<24} {first.tensors:>7} {format_count(first.numel):>11} "
+            f"{name:<{wide}} {first.module:<24} {first.tensors:>7} {format_count(first.numel):>13} "
             f"{format_bytes(first.nbytes):>10}  {' '.join(notes)}"
         )
     total = sum(r.numel for r in rows)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from zplan.planner.errors import ZplanError
 from zplan.runtime.initialize import initialize, meta_init, summon
 
 pytest.importorskip("transformers")
@@ -185,3 +186,53 @@ def test_peft_adapters(run_ranks):
         for stage in (2, 3):
             m.equal([r[f"{how} {stage}"] for r in results], expected)
         assert len(results[0][f"{how} 3"]["ringed"]) == 8
+
+
+# --- before initialize, and instead of it
+# ------------------------------------------------------------------------------------------
+
+
+def build_resized() -> nn.Module:
+    """Nine more tokens, of which the head knows too, before an engine sees the model."""
+    model = build("llama-tied")
+    torch.manual_seed(2)
+    model.resize_token_embeddings(m.VOCAB + 9, mean_resizing=False)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return model
+
+
+@pytest.mark.gloo
+def test_resized_embeddings(run_ranks):
+    results = run_ranks(2, m.train_each, {str(s): ("test_hf:build_resized", (), m.config(s), 3) for s in (1, 3)})
+    expected = m.reference("test_hf:build_resized", (), steps=3, world_size=2)
+    assert expected["params"]["model.embed_tokens.weight"].shape[0] == m.VOCAB + 9
+    for stage in "13":
+        m.equal([r[stage] for r in results], expected)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {k: v[0] for k, v in m.tokens(i, 0, 0).items()}
+
+
+@pytest.mark.parametrize(("own", "said"), [(True, "`optimizer.state_dict"), (False, "`backward` was called 2 times")])
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_is_told_the_way_and_never_trains_nothing(tmp_path, own, said):
+    """With zplan's optimizer accelerate can't prepare it; with its own one its steps would find no gradients."""
+    pytest.importorskip("accelerate", reason="needs the witness extra: accelerate")
+    import transformers
+
+    engine, optimizer, *_ = initialize(model=build("llama"), config=m.config(0))
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    given = {"optimizers": (optimizer, schedule)} if own else {}
+    trainer = transformers.Trainer(model=engine.module, args=args, train_dataset=Rows(), **given)
+    with pytest.raises(ZplanError, match=said) as refused:
+        trainer.train()
+    assert "zplan emit" in (refused.value.hint or "")
+    engine.close()

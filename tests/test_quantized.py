@@ -10,6 +10,7 @@ import torch
 from test_models_frozen import ledger
 from torch import Tensor, nn
 
+from zplan.planner.adapters import nf4_bytes
 from zplan.planner.errors import ZplanError
 from zplan.runtime.detect import find_units
 from zplan.runtime.initialize import initialize
@@ -70,12 +71,40 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def train(rank: int, world_size: int, precision: str) -> dict[str, Any]:
+class Packed(nn.Module):
+    """bitsandbytes' own linear map under an adapter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        import bitsandbytes
+
+        base = bitsandbytes.nn.Linear4bit(width, width, bias=False, quant_type="nf4")
+        values = torch.randn(width, width) / width**0.5
+        base.weight = bitsandbytes.nn.Params4bit(values, requires_grad=False, quant_type="nf4", module=base).to("cpu")
+        self.base = base
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x)) + self.up(self.down(x))
+
+
+class PackedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Packed(WIDTH) for _ in range(4))
+
+
+def train(rank: int, world_size: int, precision: str, build: type[Net] = Net) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for stage in range(4):
         with Meter(torch.device("cpu")) as meter:
-            model = Net()
+            model = build()
             before = [layer.weight.detach().clone() for layer in model.layers]
+            classes = [type(layer.weight) for layer in model.layers]
             engine, *_ = initialize(model=model, config=m.config(stage, precision=precision))
             meter.attach(engine)
             predicted = ledger(engine, model)
@@ -90,6 +119,7 @@ def train(rank: int, world_size: int, precision: str) -> dict[str, Any]:
                 del batch, loss
             rows = meter.compare(predicted).lines
         assert all(torch.equal(a, b.weight.detach()) for a, b in zip(before, model.layers, strict=True))
+        assert classes == [type(layer.weight) for layer in model.layers] and nn.Parameter not in classes
         with pytest.raises(ZplanError, match="is quantized, and a 16-bit folder"):
             engine.save_16bit_model("nowhere")
         off = [r for r in rows if r.name.startswith(("params", "optim", "grads.shard")) and r.difference]
@@ -113,6 +143,21 @@ def test_a_quantized_base_trains_like_one_process_with_its_bytes_in_the_ledger(r
             assert lines["params.frozen.whole.frozen"].nbytes == WIDTH * WIDTH // 2
             assert lines["params.frozen.whole.frozen"].instances == 4
             assert "replicated on 2 ranks" in lines["params.frozen.constants"].note
+
+
+@pytest.mark.gloo
+def test_bitsandbytes_itself_trains_like_one_process_with_its_bytes_in_the_ledger(run_ranks):
+    pytest.importorskip("bitsandbytes")
+    want = m.reference(f"{HERE}:PackedNet", (), steps=5, world_size=2)
+    results = run_ranks(2, train, "fp32", PackedNet)
+    for stage in range(4):
+        m.equal([r[str(stage)] for r in results], want)
+        for r in results:
+            lines = r[str(stage)]["lines"]
+            assert not r[str(stage)]["off"], stage
+            kept = lines["params.frozen.whole.frozen"].total_bytes + lines["params.frozen.constants"].nbytes
+            # What the planner says of `--qlora`.
+            assert kept == 4 * nf4_bytes(WIDTH * WIDTH)
 
 
 def trained_integers() -> nn.Module:

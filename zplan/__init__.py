@@ -17,9 +17,10 @@ _WHERE = {
     "initialize": "zplan.runtime.initialize",
     "summon": "zplan.runtime.initialize",
     "meta_init": "zplan.runtime.initialize",
+    "cap_tables": "zplan.runtime.tables",
 }
 
-__all__ = ["ZplanError", "estimate", "initialize", "meta_init", "plan", "summon"]
+__all__ = ["ZplanError", "cap_tables", "estimate", "initialize", "meta_init", "plan", "summon"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,8 @@
-"""Do transformers' own modules of 15 kinds train at stage 3 on GPUs like one plain process, in checked mode?
+"""Do transformers' own modules of 15 kinds train on GPUs like one plain process, in checked mode?
 
-torchrun --standalone --nproc-per-node N tests/bench/gpu_models.py [MODEL ...] [small]
+torchrun --standalone --nproc-per-node N tests/bench/gpu_models.py [MODEL ...] [stageS] [small]
+
+At stage 3, or the one that is named.
 
 In fp32 beside a plain loop over all ranks' micro-batches, with and without checkpointing; in bf16 beside stage 0 with
 the same checkpointing (T5 takes its loss in bf16, where another order of two sums is 0.7 % of it).
@@ -17,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 from hf_models import ALL, SMALL, WIDE, Sizes, batch, build
+from job import join_job
 from torch import nn
 
 from zplan.runtime.initialize import initialize
-from zplan.runtime.mesh import Mesh, join
+from zplan.runtime.mesh import Mesh
 
 STEPS, MICRO_BATCH, CLIP = 5, 4, 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-4, "weight_decay": 0.1}
@@ -66,7 +69,7 @@ def trained(name: str, sizes: Sizes, precision: str, stage: int, checkpointing: 
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 65536},
     }
-    engine, *_ = initialize(model=build(name, checkpointing, sizes), config=config, checked=stage == 3)
+    engine, *_ = initialize(model=build(name, checkpointing, sizes), config=config, checked=True)
     losses, norms = [], []
     for step in range(STEPS):
         loss = engine(**data(engine.module, sizes, step, engine.rank, engine.device)).loss
@@ -87,20 +90,21 @@ def worst(a: list[float], b: list[float]) -> float:
 
 def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    mesh, sizes = join(), SMALL if "small" in sys.argv else WIDE
+    mesh, sizes = join_job(), SMALL if "small" in sys.argv else WIDE
     names = [w for w in sys.argv[1:] if w in ALL] or ALL
+    stage = next((int(w[5:]) for w in sys.argv[1:] if w.startswith("stage")), 3)
     bad = 0
     for name in names:
         reference = plain(name, sizes, mesh)
         for precision, checkpointing in RUNS:
             expected = reference if precision == "fp32" else trained(name, sizes, precision, 0, checkpointing)
-            got = trained(name, sizes, precision, 3, checkpointing)
+            got = trained(name, sizes, precision, stage, checkpointing)
             off = [worst(a, b) for a, b in zip(got, expected, strict=True)]
             good = all(x < bound for x, bound in zip(off, BOUNDS[precision], strict=True))
             bad += not good
             if mesh.rank == 0:
                 sys.stdout.write(
-                    f"{'ok ' if good else 'BAD'} {name:10} {precision} stage 3 checkpointing {checkpointing:5}: "
+                    f"{'ok ' if good else 'BAD'} {name:10} {precision} stage {stage} checkpointing {checkpointing:5}: "
                     f"loss off {off[0]:.1e}, norm off {off[1]:.1e}\n"
                 )
                 sys.stdout.flush()
