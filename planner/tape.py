@@ -592,8 +592,9 @@ class Tape:
     def close(self) -> None:
         """Note the last level, and give those before a row sum was met a place for it."""
         self._note()
-        width = len(self._live)
-        self.levels = [{(*v, *(0,) * (width - len(v))) for v in levels} for levels in self.levels]
+        if self.row_sums:
+            width = len(self._live)
+            self.levels = [{(*v, *(0,) * (width - len(v))) for v in levels} for levels in self.levels]
 
 
 def _dependencies(root: Node) -> dict[Node, int]:
