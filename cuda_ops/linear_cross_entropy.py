@@ -214,6 +214,9 @@ def _forward(
         torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None,
     )
     buffer = x.new_empty(min(kind.chunk, tokens), padded_vocab(len(weight), x.element_size()))
+    if not buffer.is_cuda:
+        # oneDNN's bf16 product reads the ends of rows too and multiplies them by zero: a NaN left there comes through.
+        buffer[:, len(weight) :].zero_()
     chunks = _Chunks(x, weight, bias, target, kind, losses, grads, buffer)
     for first in range(0, tokens, kind.chunk):
         chunks.run(first)

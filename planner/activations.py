@@ -31,7 +31,7 @@ from zplan.planner.ledger import Line, Source
 from zplan.planner.models import REMOTE, Adapters, Architecture, ModelSpec, Unit, decoder_units
 from zplan.planner.sequence import IMAGES, POSITION_TABLES
 from zplan.planner.stacks import Stacks, kind, shallow, stacks_of
-from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, Storage, Tape, monomials
+from zplan.planner.tape import PARAMETER_GRADIENT, PRIME_B, PRIME_T, WIDTH, Level, RowSum, Storage, Tape, monomials
 
 BATCH_PHASES = ("idle", "step")
 """First and last phase of a micro-step's inputs and labels. The loop makes them in `idle`, and drops those of the step
@@ -50,7 +50,7 @@ REMOTE_SPREAD = 10
 
 CLASS_SPREAD = 3
 """Per cent by which the op lists of Hugging Face classes, exact on a CPU, may be off on a GPU, where they were not
-measured. The largest difference seen there of an op list that was is 0.45 % of a phase.
+measured. The largest difference seen there of an op list that was is 0.45 % of a phase, and has been explained since.
 """
 
 BOUND = "upper bound: compiled blocks keep at most what uncompiled ones do"
@@ -88,6 +88,8 @@ class Simulation(NamedTuple):
     flops: tuple[Level, ...]
     attention: tuple[Level, ...]
     written: tuple[Level, ...]
+    row_sums: tuple[RowSum, ...]
+    """What the last coefficients of a level stand for."""
 
 
 class UnitProfile(NamedTuple):
@@ -162,7 +164,7 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
     arch = _architecture(spec, choice)
     sim = simulation(arch, choice, spec.adapters)
     stacks, at = Stacks.of(arch, sim.small), {name: i for i, name in enumerate(phases)}
-    scale = _scale(arch, choice)
+    scale = _scale(arch, choice, sim.row_sums)
     found: dict[str, dict[int, list[tuple[int, int]]]] = {}
 
     def put(line_id: str, nbytes: int, first: str, last: str) -> None:
@@ -224,7 +226,7 @@ def profile(spec: ModelSpec, choice: Choice) -> dict[str, UnitProfile]:
     """
     arch = _architecture(spec, choice)
     sim = simulation(arch, choice, spec.adapters)
-    scale, stacks = _scale(arch, choice), Stacks.of(arch, sim.small)
+    scale, stacks = _scale(arch, choice, sim.row_sums), Stacks.of(arch, sim.small)
     working = {p: max(_dot(v, scale) for v in levels) for p, levels in zip(sim.phases, sim.working, strict=True)}
     out = {}
     for unit in dict.fromkeys(p.partition(".")[2] for p in sim.phases if p.startswith("forward.")):
@@ -348,7 +350,7 @@ def _own_head(arch: Architecture) -> bool:
     return biased or bool(arch.trait("capped_logits") or arch.trait("normed_head"))
 
 
-def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
+def _scale(arch: Architecture, choice: Choice, row_sums: tuple[RowSum, ...]) -> tuple[int, ...]:
     b, t = choice.micro_batch, choice.seq
     # GPT-2 looks up T positions for all sequences, OPT one for each token, in a table with two more rows.
     positions, rows = (b * t, arch.max_seq + 2) if arch.family == "opt" else (t, arch.max_seq)
@@ -358,7 +360,12 @@ def _scale(arch: Architecture, choice: Choice) -> tuple[int, ...]:
     tables = ((b * t, arch.vocab, arch.hidden), place, (b * t, arch.trait("types"), arch.hidden))
     tokens, placed, typed = (embedding_sort_bytes(*table) for table in tables)
     chunk = chunk_tokens(b * t, arch.vocab, choice.itemsize)
-    return monomials(b, t, (tokens, placed, typed), chunk)
+    scale = monomials(b, t, (tokens, placed, typed), chunk)
+    if row_sums:
+        from zplan.planner.reductions import row_sum_bytes
+
+        scale += tuple(row_sum_bytes(*x.at(b, t)) for x in row_sums)
+    return scale
 
 
 def simulation(arch: Architecture, choice: Choice, adapters: Adapters | None = None) -> Simulation:
@@ -414,7 +421,7 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     make(Aten(tape, table), small, _units(small, spec.adapters), choice.itemsize, recipe).evaluate(
         *_extents(arch, choice)
     )
-    scale = _scale(arch, choice)
+    scale = _scale(arch, choice, ())
     return {
         phase: max(_dot(v, scale) for v in levels)
         for phase, levels in zip(tape.phases, tape.levels, strict=True)
@@ -436,12 +443,12 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     table, units = DEVICES[device], _units(arch, adapters)
     make = _step_tape(arch)
     if runtime == "zplan":
-        tape = Tape(in_place_accumulation=table.in_place_accumulation)
+        tape = Tape(in_place_accumulation=table.in_place_accumulation, kernels=table.kernels)
         run = make(Aten(tape, table), arch, units, ITEMSIZE[precision], recipe)
     else:
         from zplan.planner.peer_tape import steps_for, tape_for
 
-        tape = tape_for(runtime, units, in_place_accumulation=table.in_place_accumulation)
+        tape = tape_for(runtime, units, table)
         run = steps_for(make, tape, table, runtime, arch, units, precision, recipe)
     run.step(batch, seq)
     return _read(tape, arch)
@@ -460,7 +467,8 @@ def _read(tape: Tape, small: Architecture) -> Simulation:
     """Sort the storages of a finished tape into lines."""
     turn = tape.phases.index("backward.loss")
     spans = {s: span for s in tape.storages if s.coefficient and (span := _span(tape, s, turn))}
-    covered = [[0] * (2 * WIDTH) for _ in tape.phases]
+    width = 2 * WIDTH + len(tape.row_sums)
+    covered = [[0] * width for _ in tape.phases]
     for s, (first, last) in spans.items():
         for p in range(first, last + 1):
             covered[p][s.at] += s.coefficient
@@ -485,13 +493,13 @@ def _read(tape: Tape, small: Architecture) -> Simulation:
             landed = tape.phases.index(f"reduce.{unit}")
             parts = [(f"act.{kind(unit)}.weight_sum", unit, first, landed - 1), (line_id, unit, landed, last)]
         for key in parts:
-            groups.setdefault(key, [0] * (2 * WIDTH))[s.at] += s.coefficient
+            groups.setdefault(key, [0] * width)[s.at] += s.coefficient
     return Simulation(
         tuple(tape.phases),
         tuple(Held(i, u, tuple(v), first, last) for (i, u, first, last), v in groups.items()),
         tuple(working),
         tuple(
-            (_unit(tape.phases[s.born]), s.label, _less((0,) * (2 * WIDTH), s, -1))
+            (_unit(tape.phases[s.born]), s.label, _less((0,) * width, s, -1))
             for s, (_, last) in spans.items()
             if s.born < turn <= last and s.label not in _NOT_SAVED
         ),
@@ -499,6 +507,7 @@ def _read(tape: Tape, small: Architecture) -> Simulation:
         tuple(map(tuple, tape.flops)),
         tuple(map(tuple, tape.attention)),
         tuple(map(tuple, tape.written)),
+        tuple(tape.row_sums),
     )
 
 

@@ -25,12 +25,13 @@ ROOT_KINDS = ("embed", "norm", "head", "other")
 """Units that lie in FSDP2's root group, for only blocks are wrapped."""
 
 
-def tape_for(runtime: Runtime, units: tuple[Unit, ...], *, in_place_accumulation: bool) -> Tape:
+def tape_for(runtime: Runtime, units: tuple[Unit, ...], table: DeviceTable) -> Tape:
     """A tape that holds gradients as a runtime does. See [Note: gradients]."""
+    in_place, kernels = table.in_place_accumulation, table.kernels
     if runtime == "fsdp2":
         root = frozenset(u.name for u in units if u.kind in ROOT_KINDS)
-        return Tape(in_place_accumulation=in_place_accumulation, retention="unit", held=root)
-    return Tape(in_place_accumulation=in_place_accumulation, retention="none")
+        return Tape(in_place_accumulation=in_place, kernels=kernels, retention="unit", held=root)
+    return Tape(in_place_accumulation=in_place, kernels=kernels, retention="none")
 
 
 def steps_for(  # noqa: PLR0913  (what a step is made of)

@@ -59,7 +59,22 @@ OF_PRODUCTS = frozenset(
 """Labels of what matrix products and attention kernels write."""
 
 Level = tuple[int, ...]
-"""Coefficients of live bytes, `2 * WIDTH` of them: what tensors hold, then what kernels hold for themselves."""
+"""Coefficients of live bytes: `WIDTH` for what tensors hold, as many for what kernels hold for themselves, and one for
+each shape of rows that a kernel sums.
+"""
+
+
+class RowSum(NamedTuple):
+    """A sum of rows to one row: extents as exponents of B and T with a coefficient, and bytes of an element."""
+
+    rows: tuple[int, int, int]
+    columns: tuple[int, int, int]
+    itemsize: int
+
+    def at(self, b: int, t: int) -> tuple[int, int, int]:
+        """Rows, columns and itemsize at batch `b` and sequence `t`."""
+        rows, columns = (n * b**i * t**j for i, j, n in (self.rows, self.columns))
+        return rows, columns, self.itemsize
 
 
 def monomials(b: int, t: int, sort_bytes: tuple[int, int, int], chunk: int) -> tuple[int, ...]:
@@ -68,14 +83,20 @@ def monomials(b: int, t: int, sort_bytes: tuple[int, int, int], chunk: int) -> t
     return values + values
 
 
+def _factor(size: int) -> tuple[int, int, int]:
+    """Exponents of B and T in a size, and what is left."""
+    i = j = 0
+    while size and size % PRIME_B == 0:
+        size, i = size // PRIME_B, i + 1
+    while size and size % PRIME_T == 0:
+        size, j = size // PRIME_T, j + 1
+    return i, j, size
+
+
 def _split(nbytes: int) -> tuple[int, int]:
     """`(monomial index, coefficient)` of a size in bytes."""
-    i = j = 0
-    while nbytes and nbytes % PRIME_B == 0:
-        nbytes, i = nbytes // PRIME_B, i + 1
-    while nbytes and nbytes % PRIME_T == 0:
-        nbytes, j = nbytes // PRIME_T, j + 1
-    return BASIS.index((i, j)), nbytes
+    i, j, coefficient = _factor(nbytes)
+    return BASIS.index((i, j)), coefficient
 
 
 class Storage:
@@ -244,6 +265,10 @@ class Tape:
 
     Attributes
     ----------
+    kernels
+        Whether what kernels take for themselves where autograd sums a gradient counts, as CUDA's allocator sees it.
+    row_sums
+        Shapes of those sums, in the order of their places in a level.
     retention, held
         How long whole gradients are held, and units whose gradients are held to the end of backward.
     phases
@@ -261,11 +286,14 @@ class Tape:
         self,
         *,
         in_place_accumulation: bool,
+        kernels: bool = False,
         gradients: bool = True,
         retention: Retention = "next",
         held: frozenset[str] = frozenset(),
     ) -> None:
         self.gradients, self.retention, self.held = gradients, retention, held
+        self.kernels = kernels
+        self.row_sums: dict[RowSum, int] = {}
         self.phases: list[str] = ["idle"]
         self.levels: list[set[Level]] = [{(0,) * (2 * WIDTH)}]
         self.storages: list[Storage] = []
@@ -335,6 +363,14 @@ class Tape:
         """What sorting the ids of an embedding of tokens or positions takes: no monomial, so a term of its own."""
         at = {"tokens": SORT, "positions": SORT_POSITIONS, "types": SORT_TYPES}[table]
         return self._value((1,), 1, (1,), self._allocate(WIDTH + at, 1, label))
+
+    def row_sum_workspace(self, value: Value, columns: int) -> Value:
+        """What summing the rows of a value takes: no monomial, so a term of its own."""
+        key = RowSum(_factor(value.numel // columns), _factor(columns), value.itemsize)
+        if key not in self.row_sums:
+            self.row_sums[key] = len(self._live)
+            self._live.append(0)
+        return self._value((1,), 1, (1,), self._allocate(self.row_sums[key], 1, "sum.staging"))
 
     def _value(self, shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...], storage: Storage) -> Value:
         return Value(self, storage, shape, strides, itemsize)
@@ -530,7 +566,11 @@ class Tape:
         assert value is not None
         if value.shape != edge.shape:
             lead = len(value.shape) - len(edge.shape)
-            value = self.new((1,) * lead + edge.shape, value.itemsize, "sum")
+            rows, value = value, self.new((1,) * lead + edge.shape, value.itemsize, "sum")
+            if self.kernels and rows.shape[lead:] == edge.shape:
+                work = self.row_sum_workspace(rows, math.prod(edge.shape))
+                del work
+            del rows
             value = outputs[i] = Value(self, value.storage, edge.shape, row_major(edge.shape), value.itemsize)
         if value.itemsize != edge.itemsize:
             outputs[i] = self.new(edge.shape, edge.itemsize, "to", strides=dense_like(value.shape, value.strides))
@@ -577,8 +617,11 @@ class Tape:
         return _split(value.numel * value.itemsize) == (value.storage.at, value.storage.coefficient)
 
     def close(self) -> None:
-        """Note the last level."""
+        """Note the last level, and give those before a row sum was met a place for it."""
         self._note()
+        if self.row_sums:
+            width = len(self._live)
+            self.levels = [{(*v, *(0,) * (width - len(v))) for v in levels} for levels in self.levels]
 
 
 def _dependencies(root: Node) -> dict[Node, int]:

@@ -66,6 +66,27 @@ def test_ignored_labels(ignored):
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.fixture
+def filled_with_nan():
+    """Memory that nobody has written reads as NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan() and torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [31, 64])
+def test_nothing_is_read_that_was_not_written(filled_with_nan, dtype, bias, chunk):
+    """Rows of 101 logits end in three elements of padding, and the CPU's 16-bit product reads them."""
+    torch.manual_seed(0)
+    x, weight, offset = (torch.randn(n, dtype=dtype).requires_grad_() for n in ((64, 64), (101, 64), (101,)))
+    inputs = [x, weight, offset] if bias else [x, weight]
+    loss = linear_cross_entropy(x, weight, torch.randint(101, (64,)), bias=offset if bias else None, chunk=chunk)
+    assert loss.isfinite() and all(g.isfinite().all() for g in torch.autograd.grad(loss, inputs))
+
+
 def test_no_tokens():
     x, weight = torch.zeros(0, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
     loss = linear_cross_entropy(x, weight, torch.zeros(0, dtype=torch.int64), reduction="sum")

@@ -83,6 +83,23 @@ def test_sums_of_the_memory_efficient_kernel(heads, wide, values, itemsize, expe
     tape.close()
     assert peak(tape, t=200) == expected
     del sums
+@pytest.mark.parametrize("kernels", [False, True])
+def test_summing_a_bias_gradient_takes_a_buffer_beside_its_result(kernels):
+    """One place in a level for each shape of rows, zero before it was met, and only where kernels are seen."""
+    tape = Tape(in_place_accumulation=True, kernels=kernels)
+    op, unit = Aten(tape, DEVICES["cuda"]), UnitGradients("one")
+    biases = [tape.parameter((8,), 2, unit) for _ in range(2)]
+    x = tape.new((PRIME_B, PRIME_T, 8), 2, "x")
+    for bias in biases:
+        x = op.add(x, bias)
+    loss = op.sum(op.sum(op.sum(x, 2), 1), 0)
+    tape.enter("backward")
+    tape.backward(loss)
+    tape.close()
+    width = 2 * WIDTH + kernels
+    assert all(len(level) == width for levels in tape.levels for level in levels)
+    assert [x.at(3, 5) for x in tape.row_sums] == [(15, 8, 2)] * kernels
+    assert not any(v[-1] for v in tape.levels[0]) and max(v[-1] for v in tape.levels[1]) == kernels
 
 
 def test_kernel_bytes_count_in_their_own_half():
