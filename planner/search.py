@@ -316,7 +316,7 @@ class Search:
     def why_untimed(self, choice: Choice) -> str:
         """Why `time` tells none."""
         if choice.runtime == "deepspeed":
-            return "DeepSpeed's steps wait for its host code, which follows from no byte"
+            return "DeepSpeed's step times follow from no byte: its steps wait for host code"
         if choice.num_gpus > choice.world_size or choice.hpz > 1:
             return "step times are those of data-parallel ranks"
         if self.hardware.gpu is None or choice.device == "cpu":

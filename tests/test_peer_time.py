@@ -146,7 +146,7 @@ def test_the_answer_tells_fsdp2s_times_beside_ddps():
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"runtime": "deepspeed"}, "DeepSpeed's steps wait for its host code, which follows from no byte"),
+        ({"runtime": "deepspeed"}, "DeepSpeed's step times follow from no byte: its steps wait for host code"),
         ({"runtime": "fsdp2", "tp": 2}, "step times are those of data-parallel ranks"),
     ],
     ids=["deepspeed", "tp"],
