@@ -13,7 +13,7 @@ from zplan.planner.speeds import GB
 from zplan.planner.step_time import StepTime
 
 if TYPE_CHECKING:
-    from zplan.planner.api import Estimate
+    from zplan.planner.answer import Estimate
     from zplan.planner.search import Row, Search
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import zplan
-from zplan.planner.api import open_search
+from zplan.planner.answer import open_search
 from zplan.planner.comm import traffic
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
