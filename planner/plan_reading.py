@@ -155,6 +155,7 @@ def _read_hardware(block: dict[str, Any], where: str) -> Hardware:
         nvme_bytes=_optional_int("nvme_bytes", where, block["nvme_bytes"]),
         compute_capability=want_str("compute_capability", where, block["compute_capability"]),
         notes=_strings("notes", where, block["notes"]),
+        nvlink=want_bool("nvlink", where, block["nvlink"]),
     )
 
 
