@@ -13,7 +13,7 @@ from zplan.planner.writing import render
 
 if TYPE_CHECKING:
     from zplan.planner.activities import Activity
-    from zplan.planner.api import Estimate
+    from zplan.planner.answer import Estimate
 
 
 SCHEMA_VERSION = 1

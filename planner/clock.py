@@ -46,11 +46,15 @@ class Clock:
     def _time(self, choice: Choice, folding: Folding) -> StepTime | None:
         at = self.speeds(choice.precision)
         parallel = choice.tensor_parallel * choice.pipeline_parallel * choice.context_parallel * choice.hpz
-        if at is None or choice.runtime != "zplan" or parallel > 1 or choice.device == "cpu":
-            return None
+        if at is None or choice.runtime == "deepspeed" or parallel > 1 or choice.device == "cpu":
+            return None  # See [Note: not DeepSpeed] in peer_time.py.
         shallow = folding.specs[0]
         if choice.seq not in self.token_flops:
             self.token_flops[choice.seq] = folding.affine(lambda spec: model_flops(spec, choice.seq))
-        sizes = unit_sizes(folding, choice)
         link, per_token = wire(choice, self.hardware, at), self.token_flops[choice.seq]
+        if choice.runtime != "zplan":
+            from zplan.planner.peer_time import peer_step_time
+
+            return peer_step_time(shallow, choice, link, at, per_token=per_token)
+        sizes = unit_sizes(folding, choice)
         return step_time(shallow, choice, sizes, link, at, per_token=per_token)

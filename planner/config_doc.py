@@ -7,7 +7,8 @@ from dataclasses import fields
 
 from zplan.planner import dskeys
 from zplan.planner.autofill import SETTLED
-from zplan.planner.dsconfig import EXTRAS, TrainingConfig
+from zplan.planner.dsblocks import EXTRAS
+from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.dsschema import STRICT, TOP, ZERO
 from zplan.planner.loss_scale import LARGEST_POWER
 

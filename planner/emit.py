@@ -65,7 +65,7 @@ def emit(plan: Plan, form: str) -> tuple[str, tuple[str, ...]]:
 
 def _zplan(plan: Plan) -> tuple[str, tuple[str, ...]]:
     """What `zplan.initialize` reads: DeepSpeed's schema and the block of zplan's own keys."""
-    from zplan.planner.dsconfig import EXTRAS
+    from zplan.planner.dsblocks import EXTRAS
 
     own = {name: getattr(plan.choice, name) for name in EXTRAS}
     return render({**plan.ds_config(), "zplan": own}) + "\n", ()

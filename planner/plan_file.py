@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zplan.planner.config import Choice
-from zplan.planner.dsconfig import EXTRAS, TrainingConfig, to_mapping
+from zplan.planner.dsblocks import EXTRAS
+from zplan.planner.dsconfig import TrainingConfig, to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Ledger, Line

@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 from typing import Any, get_args
 
 from zplan.planner.config import Choice, Device
-from zplan.planner.dsconfig import EXTRAS, FREE, TrainingConfig, from_mapping
+from zplan.planner.dsblocks import EXTRAS
+from zplan.planner.dsconfig import FREE, TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line, Source, Tier
@@ -154,6 +155,7 @@ def _read_hardware(block: dict[str, Any], where: str) -> Hardware:
         nvme_bytes=_optional_int("nvme_bytes", where, block["nvme_bytes"]),
         compute_capability=want_str("compute_capability", where, block["compute_capability"]),
         notes=_strings("notes", where, block["notes"]),
+        nvlink=want_bool("nvlink", where, block["nvlink"]),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from zplan.planner.api import open_search
+from zplan.planner.answer import open_search
 from zplan.planner.errors import ZplanError
 from zplan.planner.extremes import extreme, hardware_given
 from zplan.planner.request import Request

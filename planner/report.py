@@ -19,7 +19,7 @@ from zplan.planner.textbook import TEXTBOOK
 from zplan.planner.units import format_count, format_gb, format_gib, format_percent, format_small
 
 if TYPE_CHECKING:
-    from zplan.planner.api import Estimate
+    from zplan.planner.answer import Estimate
     from zplan.planner.ledger import Kind, Ledger, Line
     from zplan.planner.plan_file import Plan
     from zplan.planner.remedies import Remedy

@@ -296,9 +296,8 @@ class Search:
 
     @cached_property
     def clock(self) -> Clock | None:
-        """What tells step times; None where no card is named, ops are not counted, or the runtime is another."""
-        zplan = self.request.get("runtime") in (None, "zplan")
-        if self.hardware.gpu is None or not counted(self.model.spec) or not zplan:
+        """What tells step times; None where no card is named, ops are not counted, or the runtime is DeepSpeed."""
+        if self.hardware.gpu is None or not counted(self.model.spec) or self.request.get("runtime") == "deepspeed":
             return None
         from zplan.planner.clock import Clock
 
@@ -317,8 +316,10 @@ class Search:
 
     def why_untimed(self, choice: Choice) -> str:
         """Why `time` tells none."""
-        if choice.runtime != "zplan":
-            return "step times are those of zplan's runtime"
+        if choice.runtime == "deepspeed":
+            return "DeepSpeed's step times follow from no byte: its steps wait for host code"
+        if choice.num_gpus > choice.world_size or choice.hpz > 1:
+            return "step times are those of data-parallel ranks"
         if self.hardware.gpu is None or choice.device == "cpu":
             return "no card is named (--gpu)"
         if self.clock is None:

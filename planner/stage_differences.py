@@ -80,7 +80,7 @@ def explain(request: Request, pair: str) -> Explanation:
     pair
         As of `read_pair`.
     """
-    from zplan.planner.api import open_search
+    from zplan.planner.answer import open_search
 
     search = open_search(request, remainder=True)
     row = search.pick(search.rows())

@@ -218,7 +218,7 @@ def seconds_of(work: Work, at: Speeds) -> float:
 
 
 @dataclass(frozen=True)
-class _Passes:
+class Passes:
     """Seconds of computing of the parts of one micro-step."""
 
     front: float
@@ -229,7 +229,7 @@ class _Passes:
     front_backward: float
 
     @classmethod
-    def of(cls, w: StepWork, at: Speeds, layers: int) -> _Passes:
+    def of(cls, w: StepWork, at: Speeds, layers: int) -> Passes:
         """Of work in which `layers` blocks are counted."""
         parts = (w.front, w.blocks, w.end, w.end_backward, w.blocks_backward, w.front_backward)
         front, blocks, end, end_backward, blocks_backward, front_backward = (seconds_of(part, at) for part in parts)
@@ -240,6 +240,18 @@ class _Passes:
 
     def backward(self, layers: int) -> float:
         return self.end_backward + layers * self.block_backward + self.front_backward
+
+
+def passes_of(spec: ModelSpec, choice: Choice, at: Speeds, layers: int) -> tuple[Passes, float]:
+    """Passes of a micro-step, and how many seconds of its backward run blocks again, for `layers` real blocks."""
+    arch = spec.arch
+    assert arch is not None, f"{spec.name} has no known shape"
+    passes = Passes.of(step_work(arch, choice, spec.adapters), at, arch.layers)
+    if choice.checkpointing == "none":
+        return passes, 0.0
+    plain = replace(choice, checkpointing="none", checkpoint_offload=False, checkpoint_every=1)
+    without = Passes.of(step_work(arch, plain, spec.adapters), at, arch.layers)
+    return passes, passes.backward(layers) - without.backward(layers)
 
 
 def step_time(spec: ModelSpec, choice: Choice, sizes: Sizes, link: Wire, at: Speeds, *, per_token: int) -> StepTime:
@@ -262,12 +274,7 @@ def step_time(spec: ModelSpec, choice: Choice, sizes: Sizes, link: Wire, at: Spe
     """
     arch, layers = spec.arch, sizes.layers
     assert arch is not None, f"{spec.name} has no known shape"
-    passes = _Passes.of(step_work(arch, choice, spec.adapters), at, arch.layers)
-    again = 0.0
-    if choice.checkpointing != "none":
-        plain = replace(choice, checkpointing="none", checkpoint_offload=False, checkpoint_every=1)
-        without = _Passes.of(step_work(arch, plain, spec.adapters), at, arch.layers)
-        again = passes.backward(layers) - without.backward(layers)
+    passes, again = passes_of(spec, choice, at, layers)
     k = choice.accumulation
     compute = k * (passes.forward(layers) + passes.backward(layers))
     block = sizes.trained[1]
@@ -291,7 +298,7 @@ def step_time(spec: ModelSpec, choice: Choice, sizes: Sizes, link: Wire, at: Spe
     return replace(found, mfu=tokens * per_token / (at.peak_flops * found.total))
 
 
-def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> tuple[float, float, float]:
+def _exposed(c: Choice, sizes: Sizes, p: Passes, link: Wire, fetch: float) -> tuple[float, float, float]:
     """`(gathers, reduces, all transfers)` of a step in seconds, the first two as far as they are exposed.
 
     `fetch`: seconds in which a block's shard comes from the host before it can be gathered.
@@ -339,12 +346,12 @@ def _exposed(c: Choice, sizes: Sizes, p: _Passes, link: Wire, fetch: float) -> t
     return gathers, reduces, carried
 
 
-def _forward(p: _Passes, layers: int, gather: Sequence[float]) -> list[Queue]:
+def _forward(p: Passes, layers: int, gather: Sequence[float]) -> list[Queue]:
     """The first forward of a step: every unit is gathered just before it is used."""
     return [Queue(1, p.front, gather[0]), Queue(layers, p.block, gather[1]), Queue(1, p.end, gather[2])]
 
 
-def _offload(off: OffloadWork, p: _Passes, c: Choice, link: Wire, at: Speeds) -> tuple[float, str]:
+def _offload(off: OffloadWork, p: Passes, c: Choice, link: Wire, at: Speeds) -> tuple[float, str]:
     """Seconds that offloading adds, and what sets them.
 
     Gradients leave beside backward. After it the host steps unit by unit, while units before it go back up and the

@@ -6,14 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zplan.planner.config import Choice
+from zplan.planner.config import Choice, Runtime
 from zplan.planner.cost import Cost, cost
+from zplan.planner.peer_rules import STAGES
 from zplan.planner.speeds import GB
 from zplan.planner.step_time import StepTime
 
 if TYPE_CHECKING:
-    from zplan.planner.api import Estimate
+    from zplan.planner.answer import Estimate
     from zplan.planner.search import Row, Search
+
+
+DDP: dict[Runtime, Runtime] = {"fsdp2": "ddp"}
+"""Whose stage 0 stands for replicas, where a runtime has none."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,9 @@ class Timing:
     choice: Choice
     time: StepTime
     below: float | None
-    """Its time over that of the same choice at the stage below; None at stage 0."""
+    """Its time over that of the same choice at the stage below; None where the runtime has none."""
     ddp: float
-    """Its time over that of the same choice at stage 0, whether that fits or not."""
+    """Its time over that of the same choice at stage 0, whether that fits or not; FSDP2's over that of DDP."""
     cost: Cost | None
 
 
@@ -40,8 +45,8 @@ def timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
             Timing(
                 c,
                 time,
-                _ratio(time, search.time(replace(c, stage=c.stage - 1))) if c.stage else None,
-                _ratio(time, search.time(replace(c, stage=0))),
+                _ratio(time, search.time(replace(c, stage=c.stage - 1))) if c.stage - 1 in STAGES[c.runtime] else None,
+                _ratio(time, search.time(replace(c, stage=0, runtime=DDP.get(c.runtime, c.runtime)))),
                 cost(search.request.goal, time, seq=c.seq, world_size=c.world_size),
             )
         )

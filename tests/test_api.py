@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 import zplan
-from zplan.planner.api import DoesNotFit, Estimate
+from zplan.planner.answer import DoesNotFit, Estimate
 from zplan.planner.errors import ZplanError
 from zplan.planner.plan_file import Plan
 from zplan.planner.plan_reading import parse_plan

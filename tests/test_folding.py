@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zplan.planner.api import open_search
+from zplan.planner.answer import open_search
 from zplan.planner.batch import Batch
 from zplan.planner.comm import traffic
 from zplan.planner.config import Choice

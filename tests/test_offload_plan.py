@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zplan
-from zplan.planner.api import DoesNotFit
+from zplan.planner.answer import DoesNotFit
 from zplan.planner.config import Choice, Offload
 from zplan.planner.errors import ZplanError
 from zplan.planner.folding import by_part, fold, foldable

@@ -49,7 +49,7 @@ def test_keys_that_would_change_the_answer_are_refused(own, word):
 
 def test_every_key_of_zplan_is_counted_told_or_refused():
     """A key more is a decision more: counted for other runtimes (here), told or refused (the tests above)."""
-    from zplan.planner.dsconfig import EXTRAS
+    from zplan.planner.dsblocks import EXTRAS
     from zplan.planner.peer_keys import ZPLAN_ONLY
     from zplan.planner.peer_rules import UNCOUNTED
 

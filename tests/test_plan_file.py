@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
 import zplan
 from zplan.planner import writing
 from zplan.planner.errors import ZplanError
+from zplan.planner.hardware import Hardware
 from zplan.planner.plan_file import Plan, load_config, load_plan, save_plan
 from zplan.planner.plan_reading import parse_plan
 from zplan.planner.writing import render, write_files
@@ -44,6 +46,16 @@ def test_saved_and_loaded_equal(plan, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["ds_config.json", "plan.json"]
     save_plan(load_plan(path), path)
     assert path.read_text() == plan.to_json()
+
+
+def test_every_field_of_a_machine_is_read_back(tmp_path):
+    machine = {"gpus": 16, "nodes": 2, "gpu": "H200", "host_mem": 1000, "nvme": 4000}
+    made = zplan.plan("smollm2-135m", seq=256, **machine)
+    made = replace(made, hardware=made.hardware._replace(notes=("2 x H200",)))
+    default = Hardware(1, 1, 1)
+    assert all(a != b for a, b in zip(made.hardware, default, strict=True)), "a default would be read back unread"
+    save_plan(made, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == made
 
 
 def test_what_initialize_reads_is_a_plan_or_a_config(plan, tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zplan.planner.api import open_search
+from zplan.planner.answer import open_search
 from zplan.planner.batch import Batch
 from zplan.planner.errors import ZplanError
 from zplan.planner.extremes import fewest

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import zplan
-from zplan.planner.api import DoesNotFit
+from zplan.planner.answer import DoesNotFit
 from zplan.planner.ledger import Line
 from zplan.planner.tiers import TierUse
 from zplan.planner.units import GIB

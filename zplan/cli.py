@@ -226,7 +226,7 @@ def estimate(*, as_json: bool, check: bool, explain: str | None, **asked: Any) -
             reply = ask(request, special)
             click.echo(reply_json(reply, request) if as_json else reply.text(), nl=False)
             return 1 if check and not reply.fits else 0
-    from zplan.planner.api import answer
+    from zplan.planner.answer import answer
 
     found = answer(request)
     for note in found.notes:
@@ -263,7 +263,7 @@ def _explain(request: Request, pair: str, *, as_json: bool) -> int:
 )
 def plan(*, out: str, **asked: Any) -> int:
     """Choose as `estimate` does, and write the plan that `zplan run` takes and a ds_config.json beside it."""
-    from zplan.planner.api import make_plan
+    from zplan.planner.answer import make_plan
     from zplan.planner.plan_file import save_plan
     from zplan.planner.report import plan_report
     from zplan.planner.request import make_request
