@@ -17,7 +17,13 @@ MULTIPROCESSORS, MOST_MULTIPROCESSORS = 132, 192
 
 
 def check_deterministic(choice: Choice) -> None:
-    """Refuse a reduce whose order is not ours."""
+    """Refuse a reduce whose order is not ours, and updates that only a norm of the whole lets ranks skip alike."""
+    if in_rank_order(choice) and choice.stage == 0 and choice.optimizer_in_backward:
+        raise ZplanError(
+            "`deterministic` and `optimizer_in_backward` exclude each other at stage 0: ranks look at their own slices "
+            "alone, and would skip a step that is not finite one by one",
+            "drop one of the two, or use stage 1, 2 or 3",
+        )
     if in_rank_order(choice) and choice.reduce == "scatter":
         raise ZplanError(
             '`deterministic` and "reduce": "scatter" exclude each other: the order of its sums is the library\'s',

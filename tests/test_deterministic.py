@@ -144,6 +144,10 @@ def test_a_reduce_of_another_order_is_refused():
     check_deterministic(Choice(3, 1, deterministic=True, reduce="scatter"))
     with pytest.raises(ZplanError, match="exclude each other"):
         check_deterministic(Choice(3, 2, deterministic=True, reduce="scatter"))
+    early = Choice(0, 2, deterministic=True, optimizer_in_backward=True)
+    check_deterministic(replace(early, stage=1))
+    with pytest.raises(ZplanError, match="at stage 0"):
+        check_deterministic(early)
     answer = estimate("smollm2-135m", gpus=16, nodes=2, mem=80, config={"zplan": {"deterministic": True}})
     assert answer.row.choice.reduce == "exchange"
 
