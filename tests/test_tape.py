@@ -83,6 +83,8 @@ def test_sums_of_the_memory_efficient_kernel(heads, wide, values, itemsize, expe
     tape.close()
     assert peak(tape, t=200) == expected
     del sums
+
+
 @pytest.mark.parametrize("kernels", [False, True])
 def test_summing_a_bias_gradient_takes_a_buffer_beside_its_result(kernels):
     """One place in a level for each shape of rows, zero before it was met, and only where kernels are seen."""
