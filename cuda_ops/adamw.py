@@ -217,7 +217,8 @@ def _whole(s: Slice) -> Tensor:
     if s.master is not None:
         return s.master
     assert s.half_copy is not None and s.low is not None
-    return merge(s.half_copy, s.low, torch.empty_like(s.exp_avg))
+    whole = torch.empty_like(s.exp_avg)
+    return merge(s.half_copy, s.low, whole, torch.empty_like(whole, dtype=torch.int32))
 
 
 def _check(s: Slice) -> None:

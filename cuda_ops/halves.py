@@ -17,9 +17,14 @@ TIE = 1 << 15
 QUIET_NAN = 0x7FC0
 """Its bits in bf16."""
 
+OVER_ZERO = 0x7FFF8000
+"""What a zero and a negative lower half come to; no NaN that is taken apart comes back with these bits."""
 
-def merge(high: Tensor, low: Tensor, out: Tensor) -> Tensor:
+
+def merge(high: Tensor, low: Tensor, out: Tensor, work: Tensor) -> Tensor:
     """Write the fp32 values of two halves.
+
+    A zero never has a negative lower half; where somebody wrote one over an upper half, it is a zero all the same.
 
     Parameters
     ----------
@@ -27,9 +32,12 @@ def merge(high: Tensor, low: Tensor, out: Tensor) -> Tensor:
         bf16 and int16, of equal shape.
     out
         fp32 of that shape. Returned.
+    work
+        int32 of that shape, overwritten.
     """
     bits = out.view(torch.int32)
     bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
+    bits.mul_(work.copy_(bits).bitwise_and_(OVER_ZERO).ne_(OVER_ZERO))
     return out
 
 

@@ -283,9 +283,10 @@ def _masters_on_the_way(placements: Sequence[Placement], choice: Choice, last: i
     """
     stretch, range_ = _longest(placements)
     behind = choice.saving == "background"
-    nbytes = min(RANGE_NUMEL, stretch if behind else range_) * FP32
+    numel = min(RANGE_NUMEL, stretch if behind else range_)
+    nbytes = (numel + min(PART_NUMEL, numel)) * FP32
     at = 0 if behind else last
-    note = "fp32 masters, put together of their halves"
+    note = "fp32 masters, put together of their halves, and the bits of a part of them"
     return [Line("save.masters", nbytes, ((at, at),), "buffers", note=note)] if nbytes else []
 
 

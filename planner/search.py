@@ -147,7 +147,10 @@ class Search:
     @cached_property
     def stages(self) -> tuple[int, ...]:
         """Stages to choose from: those that the runtime has with what is asked."""
-        return allowed_stages(self.request.fixed)
+        found, get = allowed_stages(self.request.fixed), self.request.get
+        if get("deterministic") and get("optimizer_in_backward") and self.ranks > 1 and get("stage") != 0:
+            found = tuple(s for s in found if s)  # `deterministic.py` says why
+        return found
 
     @cached_property
     def ranks(self) -> int:
@@ -380,7 +383,8 @@ class Search:
         if not allows_in_backward(self.choice(self.stages[-1], whole[0], "full"), clip=clip):
             return ()
         search = self.at("optimizer_in_backward", value=True)
-        return tuple(search.best(stage, whole) for stage in self.stages)
+        barred = 0 if self.request.get("deterministic") and self.ranks > 1 else None
+        return tuple(self.best(s, batches) if s == barred else search.best(s, whole) for s in self.stages)
 
     def pick(self, rows: Sequence[Row]) -> Row:
         """The row to run: the stage asked for, else the fastest that fits, else the one that misses by least."""

@@ -112,7 +112,7 @@ class TorchHalves:
             for at in range(0, r.low.numel(), self.whole.numel()):
                 cut = slice(at, at + self.whole.numel())
                 half, low = r.half[cut], r.low[cut]
-                master = merge(half, low, self.whole[: low.numel()])
+                master = merge(half, low, self.whole[: low.numel()], self.work[: low.numel()])
                 part = Row(master, r.grad[cut], tuple(x[cut] for x in r.states), r.key, None)
                 self.inner.update([part], s, group)
                 split(master, half, low, self.work[: low.numel()])

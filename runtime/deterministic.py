@@ -24,6 +24,12 @@ def check_workspace(device: torch.device) -> None:
         )
 
 
+_users: list[object] = []
+"""Engines that want the mode: the first turns it on, and the last puts back what was there."""
+_before: dict[str, bool] = {}
+_changed: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+
+
 def be_deterministic(*, compiled: bool) -> Callable[[], None]:
     """Turn deterministic algorithms on; an op that has none raises torch's own error.
 
@@ -39,23 +45,31 @@ def be_deterministic(*, compiled: bool) -> Callable[[], None]:
     Callable
         Puts back what was there.
     """
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: list[tuple[Any, str, bool]] = [
         (torch.utils.deterministic, "fill_uninitialized_memory", False),
         (torch.backends.cudnn, "benchmark", False),
     ]
     if compiled:
         settings.append((_inductor(), "deterministic", True))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
-    torch.use_deterministic_algorithms(mode=True)
+    if not _users:
+        _before["mode"] = torch.are_deterministic_algorithms_enabled()
+        _before["warns"] = torch.is_deterministic_algorithms_warn_only_enabled()
+    user = object()
+    _users.append(user)
     for owner, name, value in settings:
+        _changed.setdefault((id(owner), name), (owner, name, getattr(owner, name)))
         setattr(owner, name, value)
+    torch.use_deterministic_algorithms(mode=True)
 
     def undo() -> None:
-        torch.use_deterministic_algorithms(mode=enabled, warn_only=warns)
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        if user not in _users:
+            return
+        _users.remove(user)
+        if not _users:
+            torch.use_deterministic_algorithms(mode=_before["mode"], warn_only=_before["warns"])
+            for owner, name, value in _changed.values():
+                setattr(owner, name, value)
+            _changed.clear()
 
     return undo
 

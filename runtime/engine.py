@@ -241,8 +241,10 @@ class Engine(nn.Module):
 
     def _backward(self, loss: Tensor, num_tokens: int | None, *, retain_graph: bool) -> None:
         self.reducer.check_due()
-        if self.in_backward is not None and self.scheduler is not None:
-            self.scheduler.before_step()
+        if self.in_backward is not None:
+            self._compare_replicas()  # after this backward no unit is whole until the next forward
+            if self.scheduler is not None:
+                self.scheduler.before_step()
         self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
         self.sentinels.hide()
         self.hooks.phase("backward.loss")
@@ -263,8 +265,8 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward calls inside do not end their micro-step: gradients are added to those of the next one outside.
 
-        They are summed and not averaged, as in DDP. Nothing is sent at stages 0 and 1 with accumulation; elsewhere each
-        adds to the shard.
+        They are summed and not averaged, as in DDP. Nothing is sent at stages 0 and 1 with accumulation unless
+        `deterministic`; elsewhere each adds to the shard.
         """
         if self.in_backward is not None:
             raise self.in_backward.refusal("`no_sync`", "would add to gradients that are applied as they land")
@@ -286,9 +288,8 @@ class Engine(nn.Module):
             return
         self.sentinels.hide()
         self.hooks.phase("step")
-        if self.replicas is not None:
-            self.replicas.look_back()
-            self.replicas.compare(self.global_steps + 1)
+        if self.in_backward is None:
+            self._compare_replicas()
         if self.optimizer.scaler is not None:
             self._check_scale(self.optimizer.scaler)
         if self.scheduler is not None and self.in_backward is None:
@@ -399,6 +400,11 @@ class Engine(nn.Module):
         for unit in self.units:
             self.gatherer.release(unit, spent=False)
 
+    def _compare_replicas(self) -> None:
+        if self.replicas is not None:
+            self.replicas.look_back()
+            self.replicas.compare(self.global_steps + 1)
+
     def _check_replicas(self) -> None:
         """Checked mode: what every rank must hold alike is alike."""
         if not self.collectives.checked:
@@ -410,7 +416,9 @@ class Engine(nn.Module):
         )
         if self.choice.stage == 0:
             for u in self.units:
-                self.collectives.same_everywhere(checksum(u.buffer), f"unit `{u.name}`")
+                for kept in (u.buffer, u.low):
+                    if kept is not None:
+                        self.collectives.same_everywhere(checksum(kept), f"unit `{u.name}`")
 
     # --- whole views -----------------------------------------------------------------------------------------------
 
@@ -486,6 +494,8 @@ class Engine(nn.Module):
             Where the checkpoint lies, or will.
         """
         self._settled()
+        if self.replicas is not None:
+            self.replicas.look_back()
         return self.checkpoints.save(
             Path(save_dir), tag, client_state, overwrite=overwrite, keep=keep, background=background
         )
@@ -557,6 +567,8 @@ class Engine(nn.Module):
             return
         try:
             self.checkpoints.wait()
+            if self.replicas is not None:
+                self.replicas.look_back()
         finally:
             self.hooks.close()
             self.collectives.watchdog.stop()

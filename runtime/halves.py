@@ -52,10 +52,12 @@ class Halves:
         return Halves(parts, self.low[start:stop])
 
     def whole(self) -> Tensor:
-        """The fp32 values, in new memory."""
+        """The fp32 values, in new memory, with work space as in `copy_` meanwhile."""
         out = torch.empty(self.numel(), dtype=torch.float32, device=self.low.device)
+        work = torch.empty(min(PART_NUMEL, self.numel()), dtype=torch.int32, device=self.low.device)
         for h, low, part in self._rows(out):
-            merge(h, low, part)
+            for row in zip(*(t.split(PART_NUMEL) for t in (h, low, part)), strict=True):
+                merge(*row, work[: row[2].numel()])
         return out
 
     def copy_(self, values: Tensor) -> None:

@@ -84,8 +84,11 @@ class InBackward:
         """In the step: norm and count of what backward has updated."""
         if self.begun:
             self.optimizer.applied.sub_(1.0)
+        weighted, s = self.optimizer.weighted, self.optimizer.scalars
         self.optimizer.measure(self.collectives)
         self.begun = False
+        if weighted:
+            s.skip.mul_(s.tokens.ne(0.0))  # without tokens nothing was updated, so nothing is spoilt
         self._skipped.copy()
 
     # --- refusals ----------------------------------------------------------------------------------------------------

@@ -152,9 +152,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         s = self.scalars
         clip_scalars(s, mean=1.0 if self.weighted else self._share, clip=0.0)
         if self.weighted:
-            self._count(collectives)
+            self.count_tokens(collectives)
             s.scale.mul_(s.tokens)
         s.skip.zero_()
+        if self.weighted:
+            torch.eq(s.tokens, 0.0, out=s.skip)  # nothing to take a mean of: as in any step, all stays as it is
         s.applied.add_(1.0)
 
     def guard(self, unit: FlatUnit) -> None:
@@ -204,7 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if measures_slices(self.choice):
             collectives.sum_scalar(total, "gradient norm")
         if self.weighted:
-            self._count(collectives)
+            self.count_tokens(collectives)
             total.div_(s.tokens).div_(s.tokens)
         if self.scaler is not None:
             total.div_(self.scaler.scale).div_(self.scaler.scale)
@@ -222,11 +224,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What turns sums over ranks and micro-steps into a mean of the true loss: a number, or a 0-dim tensor."""
         mean: float | Tensor = self._share
         if self.weighted:
-            self._count(collectives)
+            self.count_tokens(collectives)
             mean = self.scalars.tokens.reciprocal()
         return mean if self.scaler is None else mean / self.scaler.scale
 
-    def _count(self, collectives: Collectives) -> None:
+    def count_tokens(self, collectives: Collectives) -> None:
         """Sum the tokens over ranks, once in a step."""
         if self.choice.world_size > 1 and not self.counted:
             collectives.sum_scalar(self.scalars.tokens, "tokens")

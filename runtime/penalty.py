@@ -39,7 +39,7 @@ class Penalty:
                     if l2:
                         total += l2 * torch.linalg.vector_norm(part, dtype=torch.float32).square()
         if self.optimizer.sharded:
-            self.collectives.all_reduce(total, "penalty")
+            self.collectives.sum_scalar(total, "penalty")
         return total
 
     @torch.no_grad()

@@ -59,6 +59,8 @@ class Replicas:
         if step % self.every:
             return
         self.step = step
+        if self.optimizer.weighted:
+            self.optimizer.count_tokens(self.collectives)  # until then each rank has its own
         self.own[0].fill_(_numbers(self.optimizer, step))
         _hash(self.optimizer.scalars.buffer[:-1], self.own[1])
         for unit, out in zip(self.units, self.own[OF_ALL:], strict=True):
@@ -86,7 +88,7 @@ class Replicas:
         if unit.whole:
             _hash(unit.flat, out)
         if not shards_states(self.optimizer.choice):
-            for tensor in (unit.master, *unit.states.values()):
+            for tensor in (unit.master, unit.low, *unit.states.values()):
                 if tensor is not None:
                     _hash(tensor, self.term)
                     out.add_(self.term)

@@ -37,7 +37,7 @@ class Summoned:
     """Context in which a module's parameters are whole.
 
     Costs one compute-dtype copy of each ringed unit touched, and an fp32 copy of every unit for gradients and for each
-    moment.
+    moment. Where masters are in halves, `write` costs a bf16 copy of this rank's slices of each resident unit.
     """
 
     def __init__(
@@ -187,6 +187,7 @@ class Summoned:
                 u.shard_of(u.shard, piece).copy_(u.own(values, piece))
         if u.slot is not None and u.slot.holder is u:
             u.slot.holder = None
+        u.written = engine.streams.mark()  # a gather that is asked for early waits for it
 
     def _take_in_halves(self, u: FlatUnit, kept: Halves, values: Tensor) -> None:
         at = 0

@@ -98,7 +98,7 @@ def _adamw_share(s, part, old, step, scale, skip, numbers):
         g.check()
     master, _, m, v, *copy = (g.view for g in part)
     if master.dtype == torch.int16:
-        low, master = master, merge(copy[0], master, torch.empty_like(m))
+        low, master = master, merge(copy[0], master, torch.empty_like(m), torch.empty_like(m, dtype=torch.int32))
         known = ~master.isnan()
         for found, want in zip((copy[0], low), halves(master), strict=True):
             assert torch.equal(found[known], want[known]), "halves"

@@ -32,7 +32,7 @@ BETWEEN = st.integers(0, 2**16 - 1).map(lambda n: (n << 16) | 0x8000)
 def test_every_number_comes_back(bits):
     values = torch.from_numpy(bits.view(np.float32).copy())
     high, low = halves_of(values)
-    back = merge(high, low, torch.empty_like(values))
+    back = merge(high, low, torch.empty_like(values), torch.empty_like(values, dtype=torch.int32))
     nan = values.isnan()
     assert torch.equal(back.view(torch.int32)[~nan], values.view(torch.int32)[~nan])
     assert back[nan].isnan().all() and high[nan].isnan().all()
@@ -77,7 +77,7 @@ def test_the_step_is_that_of_whole_masters(skip):
             at = slice(int(cut[0]), int(cut[-1]) + 1)
             part = tuple(x[at] for x in states[1])
             theirs.update([Row(whole[at], grad[at].clone(), part, 0, None)], s, group)
-        assert torch.equal(merge(high, low, torch.empty(1000)), whole)
+        assert torch.equal(merge(high, low, torch.empty(1000), torch.empty(1000, dtype=torch.int32)), whole)
     for a, b in zip(*states, strict=True):
         assert torch.equal(a, b)
 
@@ -114,3 +114,18 @@ def test_what_summon_writes_is_kept_and_nothing_else_changes(run_ranks, stage):
     # At stage 0 every rank keeps everything.
     assert (changed if stage == 0 else [sum(changed)]) == ([4, 4] if stage == 0 else [4])
     assert [n for _, n, _ in rows] == changed
+
+
+def test_a_zero_written_outside_summon_is_one():
+    """What lies under it is of the value that was there."""
+    engine, *_ = initialize(model=nn.Linear(64, 64), config=config(0))
+    (unit,) = engine.trained
+    unit.low.fill_(-5)
+    with torch.no_grad():
+        engine.module.weight.zero_()
+        engine.module.bias.fill_(-0.0)
+    assert not values_of(unit.weights)[: 64 * 65].any()
+    engine.backward(engine(torch.ones(2, 64)).sum())
+    engine.step()
+    assert values_of(unit.weights).isfinite().all() and engine.module.weight.isfinite().all()
+    engine.close()

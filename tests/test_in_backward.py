@@ -17,6 +17,7 @@ from test_ring import failing_loss
 from torch import nn
 
 import zplan
+from zplan.planner.api import estimate
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.plan_file import load_plan, save_plan
@@ -386,3 +387,33 @@ def test_the_kernels_step_in_backward_is_their_step(run_ranks, stage, world_size
     )
     assert all(built == 1 for _, built in early)
     same([r for r, _ in plain], [r for r, _ in early])
+
+
+def without_tokens(rank: int, world_size: int, on: bool) -> tuple[list[float], float]:
+    """Three steps of which the second has no token on any rank."""
+    engine, *_ = initialize(model=w.build(w.LLAMA4), config=config(2, on=on), init=w.fill)
+    for step in range(3):
+        engine.backward(engine(*w.batch(w.LLAMA4.vocab, step, rank, 0)), num_tokens=0 if step == 1 else 7)
+        engine.step()
+    with engine.summon():
+        values = [p.double().sum().item() for p in engine.module.parameters()]
+    applied = engine.optimizer.applied.item()
+    engine.close()
+    return values, applied
+
+
+@pytest.mark.gloo
+def test_a_step_without_tokens_changes_nothing(run_ranks):
+    plain, early = run_ranks(2, without_tokens, False), run_ranks(2, without_tokens, True)
+    assert plain == early and plain[0][1] == 2.0
+
+
+def test_deterministic_plans_pass_over_stage_0():
+    """There the two exclude each other; nobody asked for it."""
+    asked = {"gradient_clipping": 0.0, "zplan": {"deterministic": True, "optimizer_in_backward": True}}
+    assert estimate("llama-2-7b", gpus=8, gpu="H200", config=asked).row.choice.stage > 0
+    with pytest.raises(ZplanError, match="at stage 0"):
+        estimate("llama-2-7b", gpus=8, gpu="H200", config=asked, stage=0)
+    asked["zplan"] = {"deterministic": True}
+    for stage in (None, 0):
+        assert not estimate("llama-2-7b", gpus=2, mem=10, config=asked, stage=stage).fits

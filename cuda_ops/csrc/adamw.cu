@@ -47,7 +47,9 @@ __device__ __forceinline__ float advance(float p, float g, float& m, float& v, c
 }
 
 // The two halves of an fp32 number. Exactly between two bf16 numbers the larger magnitude is taken, and a NaN stays one.
+// A zero that somebody wrote over an upper half is one, whatever lies under it.
 __device__ __forceinline__ float merge(unsigned short high, short low) {
+    if (!(high & 0x7fff) && low < 0) low = 0;
     return __uint_as_float(((unsigned)high << 16) + (unsigned)(int)low);
 }
 
