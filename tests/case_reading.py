@@ -137,7 +137,8 @@ def bytes_per_param(given):
         on_one = given.with_(gpus=1, config={**config, "zero_optimization": {"stage": 3}})
         return cost(on_one, "model states") / num_params(plain(on_one))
     if given.get("gradients") == "fp32":
-        return rate(plain(given, stage=0)).of(num, n) / num
+        # With whole masters beside 16-bit weights, as that rule counts; in bf16 zplan keeps them in halves.
+        return rate(plain(given, stage=0, precision="fp16")).of(num, n) / num
     if given.get("precision") == "pure-bf16":
         return rate(plain(given, precision="bf16", stage=given.get("stage", 0), **PURE_BF16)).of(num, n) / num
     return textbook_states(num, given.get("stage", 0), n) / num

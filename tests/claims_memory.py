@@ -122,9 +122,9 @@ def batches_add_up():
 def some_of_the_layers():
     e = zplan.estimate("llama-2-7b", gpus=8, mem=80, stage=3, checkpointing="full")
     block = next(u for u in e.model.spec.units if u.kind == "block").numel
-    line = next(x for x in e.lines if x.id == "optim.master.block")
-    number = f"Llama 2 7B on 8: {line.nbytes // 4:,} of {block:,} elements of each of {line.count} blocks"
-    return Said(number, not (line.count == 32 and line.nbytes == block * 4 // 8))
+    line = next(x for x in e.lines if x.id == "optim.exp_avg.block")
+    number = f"Llama 2 7B on 8: {line.nbytes // 4:,} of {block:,} elements of each of {line.instances} blocks"
+    return Said(number, not (line.instances == 32 and line.nbytes == block * 4 // 8))
 
 
 def optimizer_before():

@@ -117,8 +117,10 @@ def test_evaluation_weights_and_export(run_ranks, plan_folder, tmp_path):
 def test_the_whole_command(plan_folder, tmp_path, monkeypatch, capsys):
     """Every option of a run that saves, twice: from a model folder to a model folder, then on from the checkpoint."""
 
-    def one_rank_here(_module: str, arguments: list[str], *, world_size: int, folder: Path, cpu: bool) -> None:
-        assert world_size == 1 and cpu
+    def one_rank_here(
+        _module: str, arguments: list[str], *, world_size: int, folder: Path, cpu: bool, deterministic: bool
+    ) -> None:
+        assert world_size == 1 and cpu and not deterministic
         train(Job.read(Path(arguments[0])), Board(folder, 0))
 
     monkeypatch.setattr(start, "launch", one_rank_here)

@@ -97,7 +97,7 @@ def test_host_memory_is_shown(run):
     _, out, _ = run(*HEADLINE, "--host-mem", 64, "--nodes", 2)
     assert "8 GPUs, 24.00 GiB each, on 2 nodes" in out
     assert "Host      64.00 GiB a node\n" in out
-    assert re.search(r"^  host +[\d.]+ +[\d.]+ +[\d.]+ +64.00 a node +yes ", out, flags=re.M)
+    assert re.search(r"^  host and pinned +[\d.]+ +[\d.]+ +[\d.]+ +64.00 a node +yes ", out, flags=re.M)
 
 
 def test_a_config_file(run, tmp_path):

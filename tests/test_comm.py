@@ -116,6 +116,6 @@ def test_runtime_rate_agrees_with_the_ledger(stage, n, k, precision):
     resident = sum(p.layout.padded_numel for p in placements if not p.ringed)
     extra = 0
     if ringed:
-        # Resident units add their whole flat buffer; in fp32 its own slices are the master weights.
-        extra = resident * (2 if precision == "bf16" else 4) - (resident // n * 4 if precision == "fp32" else 0)
+        # Resident units add their whole flat buffer, whose own slices are the masters, or in bf16 half of them.
+        extra = (resident - resident // n) * (2 if precision == "bf16" else 4)
     assert kept == runtime_rate(choice).of(padded(choice), n) + extra

@@ -157,7 +157,7 @@ def test_attention_keeps_a_copy_for_each_share_of_the_multiprocessors():
     at = {f"backward.blocks.{i}": i for i in range(4)}
     choice = Choice(3, 2, micro_batch=2, seq=2000, deterministic=True)
     (line,) = split_lines(arch, choice, at)
-    assert (line.nbytes, line.low, line.count) == (2 * 2 * 32 * 2048 * 128 * 4, 0, 4)
+    assert (line.nbytes, line.low, line.instances) == (2 * 2 * 32 * 2048 * 128 * 4, 0, 4)
     (none,) = split_lines(arch, replace(choice, micro_batch=5), at)
     assert none.nbytes == 0
     assert split_lines(arch, replace(choice, precision="fp32"), at) == ()

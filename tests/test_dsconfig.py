@@ -121,7 +121,11 @@ def test_what_is_left_out_has_deepspeeds_meaning():
             "did you mean `gradient_clipping`, `activation_checkpointing` or `checkpoint`?",
         ),
         ({"foo_bar": 1}, "unknown key `foo_bar`", "remove it; `docs/config.md` lists the "),
-        ({"zplan": {"foo_bar": 1}}, "unknown key `foo_bar`", "remove it; known keys: attention, checkpoint_every, "),
+        (
+            {"zplan": {"foo_bar": 1}},
+            "unknown key `foo_bar`",
+            "remove it; known keys: attention, check_replicas_every, ",
+        ),
         (
             {"zero_optimization": {"stage3_param_persitence_threshold": 1}},
             "unknown key `stage3_param_persitence_threshold` in `zero_optimization` of `ds.json`",

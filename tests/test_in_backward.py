@@ -23,6 +23,7 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.plan_file import load_plan, save_plan
 from zplan.planner.predict import predict
 from zplan.runtime.engine import Engine
+from zplan.runtime.halves import values_of
 from zplan.runtime.initialize import initialize
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"}}
@@ -301,7 +302,7 @@ def not_finite(rank: int, world_size: int, stage: int, folder: str) -> None:
     hook.remove()
     assert engine.optimizer.applied.item() == 3.0
     for u in engine.optimizer.units:
-        assert all(torch.isfinite(x).all() for x in (*engine.optimizer.weights(u), *u.states.values()))
+        assert all(torch.isfinite(x).all() for x in (*map(values_of, engine.optimizer.weights(u)), *u.states.values()))
     loss = engine(*w.batch(w.LLAMA4.vocab, 4, rank, 0))
     for call in (lambda: engine.backward(loss), lambda: engine.save_checkpoint(folder, "bad"), engine.reset_step):
         text = said(call)

@@ -172,7 +172,9 @@ def on_meta(kind: str) -> nn.Module:
 def held(engine: Any) -> int:
     """Bytes in the compute dtype that this rank keeps of all units: ring slots, flat buffers, frozen shards."""
     slots = {id(u.slot): u.slot.buffer.nbytes for u in engine.units if u.slot is not None}
-    rest = sum(t.nbytes for u in engine.units for t in (u.flat, u.shard) if t is not None)
+    rest = sum(
+        t.nbytes for u in engine.units for t in (u.flat, u.shard if u.placement.frozen else None) if t is not None
+    )
     return sum(slots.values()) + rest
 
 

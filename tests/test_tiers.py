@@ -7,6 +7,7 @@ import pytest
 import zplan
 from zplan.planner.answer import DoesNotFit
 from zplan.planner.ledger import Line
+from zplan.planner.saving import BLOCK_BYTES, BLOCKS
 from zplan.planner.tiers import TierUse
 from zplan.planner.units import GIB
 
@@ -34,7 +35,8 @@ def test_a_node_holds_what_its_ranks_do():
     assert one["pinned"].per_node_bytes == 8 * one["pinned"].nbytes == 2 * two["pinned"].per_node_bytes
     both = one["host and pinned"]
     assert max(one["host"].nbytes, one["pinned"].nbytes) <= both.nbytes <= one["host"].nbytes + one["pinned"].nbytes
-    assert "host and pinned" not in uses(), "one row says it all where nothing is pinned"
+    blocks = BLOCKS * BLOCK_BYTES
+    assert uses()["pinned"].nbytes == blocks, "what a save in the foreground goes through"
 
 
 def test_background_saves_are_held_against_the_host():
