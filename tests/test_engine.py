@@ -155,7 +155,8 @@ def test_stages_agree_bit_for_bit(run_ranks, accumulation, stages, precision):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_checked_mode_ring_size_and_overlap_change_no_bit(run_ranks, stage):
     runs, steps = {}, 20
     for checked in (False, True):
