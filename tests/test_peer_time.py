@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from test_step_time import MPT, PUBLISHED
 
 import zplan
 from zplan.planner.answer import open_search
@@ -28,14 +29,8 @@ def decoder(layers, hidden, heads, ffn, vocab):
     return ModelSpec("decoder", decoder_units(arch), arch)
 
 
-def mpt(layers, hidden, heads):
-    arch = Architecture("gpt2", layers, hidden, heads, heads, hidden // heads, 4 * hidden, 50368, 8192, tied=True)
-    return ModelSpec("mpt", decoder_units(arch), arch)
-
-
 TINY = decoder(5, 64, 4, 160, 256)
 SHAPES = {"1.3b": decoder(24, 2048, 16, 5504, 32000), "7b": decoder(32, 4096, 32, 11008, 32000)}
-MPT = {"7b": mpt(32, 4096, 32), "30b": mpt(48, 7168, 56), "70b": mpt(80, 8192, 64)}
 
 
 def timed(spec, choice, *, gpu=H200, nodes=1, at=None, **said):
@@ -59,19 +54,6 @@ MEASURED = [
 def test_what_was_measured_is_predicted_within_four_per_cent(runtime, shape, gpus, micro, measured):
     time = timed(SHAPES[shape], Choice(0 if runtime == "ddp" else 3, gpus, micro, runtime=runtime))
     assert time.tokens_per_second / gpus == pytest.approx(measured, rel=0.04)
-
-
-PUBLISHED = [
-    ("7b", 8, 6, 2048, "none", 10643),
-    ("7b", 8, 16, 4096, "full", 8611),
-    ("30b", 8, 3, 2048, "full", 2002),
-    ("30b", 8, 1, 4096, "full", 1802),
-    ("30b", 16, 10, 2048, "full", 2263),
-    ("30b", 32, 14, 2048, "full", 2308),
-    ("70b", 32, 2, 2048, "full", 882),
-    ("70b", 64, 8, 2048, "full", 1039),
-]
-"""tokens/s a GPU of FSDP on H100 SXM 80GB: MosaicML, llm-foundry, scripts/train/benchmarking."""
 
 
 @pytest.mark.parametrize(("shape", "gpus", "micro", "seq", "checkpointing", "measured"), PUBLISHED)
