@@ -95,6 +95,7 @@ class FusedAdamW:
             self._defines = {**compiler.TUNED_SPLIT, **self._defines}
         self._macros = {**compiler.TUNED["adamw"], **self._defines}
         self._addresses: list[int] = []
+        self._grad_dtype: torch.dtype | None = None
         self._params = _AdamW()
 
     def step(  # noqa: PLR0913  an optimizer's numbers, all of them named
@@ -114,7 +115,7 @@ class FusedAdamW:
         Parameters
         ----------
         grads
-            One 1D fp32 tensor a slice, of the slice's length; not changed.
+            One 1D tensor a slice, of the slice's length; not changed. All fp32, or all bf16 or fp16.
         applied
             fp32 scalar on the device: steps applied, this one included. Bias correction is computed from it there.
         scale
@@ -136,16 +137,21 @@ class FusedAdamW:
         p.log_beta1, p.log_beta2 = (math.log(b) if b > 0 else -math.inf for b in betas)
         if p.num_chunks:
             grid = min(p.num_chunks, self._max_blocks or p.num_chunks)
-            function = compiler.kernel("adamw", "adamw", self.table.get_device(), self._defines)
+            defines = {**self._defines, "GRAD": KINDS[grads[0].dtype]}
+            function = compiler.kernel("adamw", "adamw", self.table.get_device(), defines)
             function.launch(grid, self._macros["BLOCK"], p)
 
     def _point(self, grads: Sequence[Tensor]) -> None:
         """Bring the table up to date with where gradients are now."""
         addresses = [g.data_ptr() for g in grads]
-        if addresses == self._addresses:
+        if addresses == self._addresses and grads[0].dtype == self._grad_dtype:
             return
+        self._grad_dtype = grads[0].dtype
         for s, g in zip(self.slices, grads, strict=True):
-            assert g.dtype == torch.float32 and g.is_contiguous() and g.numel() == s.exp_avg.numel(), (g.dtype, g.shape)
+            assert g.dtype == self._grad_dtype and g.is_contiguous() and g.numel() == s.exp_avg.numel(), (
+                g.dtype,
+                g.shape,
+            )
         rows, chunk = (_Row * len(self.slices))(), 0
         for row, s, address in zip(rows, self.slices, addresses, strict=True):
             half = 0 if s.half_copy is None else s.half_copy.data_ptr()
@@ -180,7 +186,7 @@ class FusedAdamW:
             masters = [_whole(s) for s, _ in rows]
             torch._fused_adamw_(
                 masters,
-                [g for _, g in rows],
+                [g.float() for _, g in rows],
                 [s.exp_avg for s, _ in rows],
                 [s.exp_avg_sq for s, _ in rows],
                 [],

@@ -24,7 +24,7 @@ OLDEST_CAPABILITY = (7, 5)
 PRELUDE = "numeric.cuh"
 
 TUNED: dict[str, dict[str, int]] = {
-    "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "SPLIT": 0},
+    "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "SPLIT": 0, "GRAD": 0},
     "norm": {"BLOCK": 512, "UNROLL": 4, "STREAM": 0},
     "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 0, "NUM_ENTRIES": 64},
     "sums": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},
@@ -34,8 +34,9 @@ TUNED: dict[str, dict[str, int]] = {
     "rotary": {"BLOCK": 256, "LANES": 8, "DTYPE": 1},
 }
 """What each source is compiled with, unless a caller asks for something else: threads a block, elements of a block's
-share, vectors in flight a thread, whether what is touched once leaves the caches first, gradients a launch. What is
-compiled for one dtype and shape of threads (DTYPE, LANES, VECTORS) has here those of a common case."""
+share, vectors in flight a thread, whether what is touched once leaves the caches first, dtype of gradients, gradients a
+launch. What is compiled for one dtype and shape of threads (GRAD, DTYPE, LANES, VECTORS) has here those of a common
+case."""
 
 TUNED_SPLIT = {"SPLIT": 1, "UNROLL": 2}
 """For masters in two halves instead: 60 registers a thread, not 118, so that two blocks are on a multiprocessor at once

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zplan.cuda_ops import compiler, reference
+from zplan.cuda_ops.adamw import KINDS
 
 MAX_BLOCKS = 1024
 """Partial sums of one slice. More than that many blocks no GPU runs at once."""
@@ -29,6 +30,8 @@ class _SquareSum(ctypes.Structure):
         ("partials", ctypes.c_void_p),
         ("ticket", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("kind", ctypes.c_int),
+        ("unused", ctypes.c_int),
     ]
 
 
@@ -78,9 +81,12 @@ class GradNorm:
         self._defines = defines
 
     def add(self, row: int, grad: Tensor) -> None:
-        """Take the sum of squares of one slice (1D fp32, contiguous, any length); replaces what the row held."""
+        """Take the sum of squares of one slice; replaces what the row held.
+
+        `grad` is 1D and contiguous, of any length, in fp32, bf16 or fp16.
+        """
         assert 0 <= row < self.num_rows, (row, self.num_rows)
-        assert grad.dtype == torch.float32 and grad.is_contiguous(), (grad.dtype, grad.stride())
+        assert grad.dtype in KINDS and grad.is_contiguous(), (grad.dtype, grad.stride())
         out = self._rows[2 * row : 2 * row + 2]
         if not compiler.usable(self.device):
             total, bad = reference.square_sum(grad.reshape(-1))
@@ -89,7 +95,8 @@ class GradNorm:
             return
         grid = min(MAX_BLOCKS, max(1, -(-grad.numel() // BLOCK_SHARE)))
         params = _SquareSum(
-            grad.data_ptr(), grad.numel(), self._partials.data_ptr(), self._ticket.data_ptr(), out.data_ptr()
+            *(grad.data_ptr(), grad.numel(), self._partials.data_ptr(), self._ticket.data_ptr(), out.data_ptr()),
+            KINDS[grad.dtype],
         )
         self._launch("square_sum", grid, self._block, params)
 

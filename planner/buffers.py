@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Line
-from zplan.planner.placement import Placement, shards_states
+from zplan.planner.placement import Placement, grad_itemsize, shards_states
 from zplan.planner.states import by_class
 from zplan.planner.timeline import Timeline
 from zplan.planner.units import MIB
@@ -149,20 +149,22 @@ def reduced_numel(placements: Sequence[Placement], choice: Choice) -> int:
 
 
 def gradient_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
-    """Gradients in the reduce dtype. Born at their unit's reduce with accumulation 1; with more they persist.
+    """Gradients in fp32, or as autograd left them ([Note: single gradients] in `planner/placement.py`).
+
+    Born at their unit's reduce with accumulation 1; with more they persist.
 
     Where backward updates, those of all units pass through one buffer ([Note: in backward] in
     `runtime/in_backward.py`).
     """
     full = full_gradients(choice)
     if choice.optimizer_in_backward:
-        nbytes = reduced_numel(placements, choice) * choice.reduce_itemsize
+        nbytes = reduced_numel(placements, choice) * grad_itemsize(choice)
         spans = (time.reducing(placements[-1].unit.name),) if placements else ()
         return [Line("grads.reduced", nbytes, spans, "buffers", note="one unit's at a time")]
     rows = [
         (
             p,
-            (p.layout.padded_numel if full else p.layout.shard_numel) * choice.reduce_itemsize,
+            (p.layout.padded_numel if full else p.layout.shard_numel) * grad_itemsize(choice),
             time.always if choice.accumulation > 1 else time.from_reduce(p.unit.name),
         )
         for p in placements

@@ -15,6 +15,12 @@ costs less than the flat buffers that it saves.
 with AdamW the masters are *split*: the bf16 weights of the rank's slices are their upper halves, and only the lower
 halves are kept beside them (`cuda_ops/halves.py`), 2 bytes instead of 4. A ringed unit keeps both as shards.
 
+[Note: single gradients] On one rank with one micro-step nothing is added to a gradient: in fp32 it would be autograd's
+bf16 one with zeros behind. Where masters are split it stays in bf16 from reduce to step, and the update reads that.
+Whatever changes it after all (another backward, a penalty, a write through `summon`) makes all of them fp32 until the
+step, 2 bytes a parameter more than the ledger says. An fp32 gradient that a fused head leaves is rounded, as it is
+where it travels in bf16.
+
 [Note: frozen] Frozen parameters are units of their own beside the trainable ones of the same module: no master, no
 moments, no gradient. A ringed one is cast from a shard in its own dtype (the compute dtype), so at stage 3 a frozen
 base costs 2P/N in bf16. A resident one (stages 0 to 2, embedding, head, integers) is whole on every rank and never
@@ -96,6 +102,16 @@ def splits_masters(choice: Choice) -> bool:
     """Whether masters are kept in two halves. See [Note: masters]; on the host an offloaded step has them whole."""
     offloads = choice.offload.optimizer != "none" or choice.offload.params != "none"
     return choice.runtime == "zplan" and choice.precision == "bf16" and choice.optimizer == "adamw" and not offloads
+
+
+def single_gradients(choice: Choice) -> bool:
+    """Whether gradients stay in the compute dtype until the step. See [Note: single gradients]."""
+    return choice.world_size == 1 and choice.accumulation == 1 and splits_masters(choice)
+
+
+def grad_itemsize(choice: Choice) -> int:
+    """Bytes of one element of the gradients that a rank keeps from reduce to step."""
+    return choice.itemsize if single_gradients(choice) else choice.reduce_itemsize
 
 
 def place(spec: ModelSpec, choice: Choice) -> tuple[Placement, ...]:

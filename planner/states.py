@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Line, Tier
 from zplan.planner.optimizers import SCRATCH_NUMEL, OptimizerKind, kind_of, workspace_bytes
-from zplan.planner.placement import NF4_CLASS, Placement, shards_states, splits_masters
+from zplan.planner.placement import NF4_CLASS, Placement, shards_states, single_gradients, splits_masters
 from zplan.planner.timeline import Timeline
 
 FP32, BF16 = 4, 2
@@ -191,7 +191,8 @@ def scratch_numel(placements: Sequence[Placement], choice: Choice) -> int:
     lengths = [n for p in placements if not p.frozen for n in _slice_lengths(p, choice, sliced=shards_states(choice))]
     num, coefficients = kind_of(choice.optimizer).scratch, NUM_COEFFICIENTS
     if splits_masters(choice) and choice.device == "cpu":
-        num, coefficients = 2, 0  # masters made whole, and bits (`runtime/adamw.py`)
+        # Masters made whole, bits, and gradients made fp32 (`runtime/adamw.py`).
+        num, coefficients = (3 if single_gradients(choice) else 2), 0
     return num * min(SCRATCH_NUMEL, max(lengths, default=0)) + (coefficients if num else 0)
 
 

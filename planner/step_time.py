@@ -23,7 +23,7 @@ from zplan.planner.hardware import Hardware
 from zplan.planner.models import ModelSpec
 from zplan.planner.offload_work import OffloadWork, offload_work
 from zplan.planner.optimizers import kind_of
-from zplan.planner.placement import place, shards_states, splits_masters
+from zplan.planner.placement import grad_itemsize, place, shards_states, splits_masters
 from zplan.planner.speeds import PASSES, Speeds
 from zplan.planner.work import StepWork, Work, step_work
 
@@ -36,13 +36,13 @@ def step_bytes(choice: Choice) -> int:
     Examples
     --------
     >>> step_bytes(Choice(3, 8)), step_bytes(Choice(0, 1))
-    (28, 28)
+    (28, 26)
     """
     kind = kind_of(choice.optimizer)
     states = sum(state.itemsize for state in kind.states if state.numel_of is None)
     own = kind.master or choice.precision == "fp32"
     if splits_masters(choice):
-        return choice.reduce_itemsize + 2 * 4 + 2 * states
+        return grad_itemsize(choice) + 2 * 4 + 2 * states
     written = choice.itemsize if own and choice.precision != "fp32" and not choice.sharded else 0
     return choice.reduce_itemsize + 2 * (4 if own else choice.itemsize) + 2 * states + written
 

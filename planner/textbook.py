@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zplan.planner.config import Choice, Place
 from zplan.planner.ledger import Tier
 from zplan.planner.optimizers import kind_of
-from zplan.planner.placement import shards_states, splits_masters
+from zplan.planner.placement import grad_itemsize, shards_states, splits_masters
 
 
 class Rate(NamedTuple):
@@ -62,15 +62,16 @@ def runtime_rate(choice: Choice) -> Rate:
 
     In bf16 with AdamW: weights 2, the lower halves of their fp32 masters 2, moments 8, fp32 gradients 4; in fp16 and
     with other optimizers masters are whole, 4. In fp32 the weights are their own master, except at stage 3, where only
-    the shard is kept. Gradients are split where they are reduced into a shard. Other optimizers count their states to
-    the whole byte. Where backward updates, no gradients are held. What is offloaded whole is not held here.
+    the shard is kept. Gradients are split where they are reduced into a shard; on one rank without accumulation, where
+    masters are halves, they stay in bf16, 2. Other optimizers count their states to the whole byte. Where backward
+    updates, no gradients are held. What is offloaded whole is not held here.
     """
     if choice.runtime != "zplan":
         from zplan.planner.peer_rate import peer_rate
 
         return peer_rate(choice)
     kind, weights = kind_of(choice.optimizer), choice.itemsize
-    reduced = 0 if choice.optimizer_in_backward else choice.reduce_itemsize
+    reduced = 0 if choice.optimizer_in_backward else grad_itemsize(choice)
     master = 4 if kind.master and choice.precision != "fp32" else 0
     if splits_masters(choice):
         master = 2

@@ -28,7 +28,7 @@ class Row:
     master: Tensor | None
     """fp32; in the compute dtype where there are no master weights; None where they are split into `half` and `low`."""
     grad: Tensor
-    """fp32. A rule may overwrite it."""
+    """fp32, or bf16 where masters are split. A rule may overwrite it."""
     states: tuple[Tensor, ...]
     key: int
     """Names the slice from step to step."""
@@ -98,12 +98,14 @@ class TorchHalves:
     Parameters
     ----------
     scratch
-        1D fp32: two buffers of equal length.
+        1D fp32: two buffers of equal length, or three.
+    bf16_grads
+        Gradients may come in bf16: they are made fp32 in the third buffer.
     """
 
-    def __init__(self, scratch: Tensor) -> None:
-        self.whole, work = scratch.chunk(2)
-        self.work = work.view(torch.int32)
+    def __init__(self, scratch: Tensor, *, bf16_grads: bool) -> None:
+        self.whole, work, *wide = scratch.chunk(3 if bf16_grads else 2)
+        self.work, self.wide = work.view(torch.int32), wide
         self.inner = TorchFused("adamw")
 
     def update(self, rows: Sequence[Row], s: Scalars, group: Group) -> None:
@@ -113,7 +115,10 @@ class TorchHalves:
                 cut = slice(at, at + self.whole.numel())
                 half, low = r.half[cut], r.low[cut]
                 master = merge(half, low, self.whole[: low.numel()], self.work[: low.numel()])
-                part = Row(master, r.grad[cut], tuple(x[cut] for x in r.states), r.key, None)
+                grad = r.grad[cut]
+                if grad.dtype != torch.float32:
+                    grad = self.wide[0][: grad.numel()].copy_(grad)
+                part = Row(master, grad, tuple(x[cut] for x in r.states), r.key, None)
                 self.inner.update([part], s, group)
                 split(master, half, low, self.work[: low.numel()])
 

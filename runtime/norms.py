@@ -66,7 +66,7 @@ class TorchNorms:
         """Norms of gradients that were just reduced, on the current stream."""
         for row, grad in zip(self.rows[first_row:], grads, strict=False):
             for out, part in zip(row.unbind(), grad.split(norm_chunk(self.device, grad.numel())), strict=True):
-                torch.linalg.vector_norm(part, out=out)
+                torch.linalg.vector_norm(part, dtype=torch.float32, out=out)
 
     def guard(self, row: int, s: Scalars) -> None:
         """Set the skip flag where the norm of a slice is not finite; never take it back."""

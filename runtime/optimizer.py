@@ -20,7 +20,7 @@ from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.layout import Piece
 from zplan.planner.optimizers import kind_of
-from zplan.planner.placement import shards_states, splits_masters
+from zplan.planner.placement import shards_states, single_gradients, splits_masters
 from zplan.planner.states import (
     NUM_SCALARS,
     group_runs,
@@ -74,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(wanted.groups, {})
         self.units, self.choice, self.training, self.wanted = units, choice, training, wanted
+        self.arena = arena
         self.base_lrs = [float(g["lr"]) for g in self.param_groups]
         self.scalars = Scalars(arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0))
         self.scaler = LossScaler(training.loss_scale, arena) if choice.precision == "fp16" else None
@@ -120,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.scratch is None:  # kernels were planned and can't be compiled here
             numel = scratch_numel([u.placement for u in self.units], replace(self.choice, device="cpu"))
             self.scratch = arena.take("optim.scratch", numel, torch.float32)
-        return TorchHalves(self.scratch)
+        return TorchHalves(self.scratch, bf16_grads=single_gradients(self.choice))
 
     @property
     def norm(self) -> Tensor:
@@ -211,6 +212,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.scaler is not None:
             total.div_(self.scaler.scale).div_(self.scaler.scale)
         self.norms.settle(total, s, mean=mean, clip=clip)
+
+    def widen_grads(self) -> None:
+        """Before gradients are changed: make them fp32 for the rest of the step."""
+        for u in self.units:
+            u.widen_grad(self.arena)
 
     def measure_again(self) -> None:
         """Gradients were changed between backward and step: their norm is taken anew in the step."""

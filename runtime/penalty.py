@@ -48,6 +48,7 @@ class Penalty:
         if not self.l1 and not self.l2:
             return
         mean = self.optimizer.mean(self.collectives)
+        self.optimizer.widen_grads()
         for u in self.optimizer.units:
             for grad, w in zip(self.optimizer.slices(u, "grad"), self.optimizer.weights(u), strict=True):
                 grad.mul_(mean)

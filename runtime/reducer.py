@@ -27,6 +27,7 @@ from zplan.cuda_ops.sums import sum_slices
 from zplan.planner.buffers import full_gradients, reduced_numel, uses_reduce_slots
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
+from zplan.planner.placement import single_gradients
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.materialize import COMPUTE_DTYPE
@@ -57,7 +58,7 @@ class Reducer:
         self.received: Tensor | None = None
         """What the other ranks sent of this one's slices. See [Note: exchange]."""
         self.reduced_grads: Tensor | None = None
-        """fp32, for any unit's reduced gradients in turn, where backward updates. See [Note: in backward]."""
+        """For any unit's reduced gradients in turn, where backward updates. See [Note: in backward]."""
         self.retained: list[tuple[str, Tensor]] = []
         """(size class, gradient) of the unit that was reduced last."""
         self.copied: torch.cuda.Event | None = None
@@ -73,6 +74,7 @@ class Reducer:
         """Looks at gradients before the sum over ranks; None outside fp16."""
         self.held = False
         """More backward calls of this micro-step follow (`no_sync`): whole gradients wait for the sum over ranks."""
+        self.grad_dtype = COMPUTE_DTYPE[choice.precision] if single_gradients(choice) else torch.float32
         self.exchanges = choice.reduce == "exchange"
         self.slot_dtype = COMPUTE_DTYPE[choice.precision] if self.exchanges else torch.float32
         if choice.copies and self.slotted and self.exchanges and units:
@@ -182,11 +184,13 @@ class Reducer:
         numel = unit.layout.padded_numel if self.full else unit.layout.shard_numel
         if self.choice.optimizer_in_backward:
             if self.reduced_grads is None:
-                self.reduced_grads = self.arena.take("grads.reduced", self.reduced_numel, torch.float32)
+                self.reduced_grads = self.arena.take("grads.reduced", self.reduced_numel, self.grad_dtype)
             unit.grad = self.reduced_grads[:numel]
         elif unit.grad is None:
             line = "grads.full" if self.full else "grads.shard"
-            unit.grad = self.arena.take(f"{line}.{unit.placement.size_class}", numel, torch.float32)
+            unit.grad = self.arena.take(f"{line}.{unit.placement.size_class}", numel, self.grad_dtype)
+        elif unit.filled:
+            unit.widen_grad(self.arena)
         return unit.grad
 
     def _reduce(self, unit: FlatUnit) -> None:

@@ -116,6 +116,8 @@ class Summoned:
     def _take_in_states(self) -> None:
         """Keep what was written to gradients and moments."""
         optimizer = self.engine.optimizer
+        if "grad" in self.asked:
+            optimizer.widen_grads()
         for u, state, full in self.full:
             if state == "grad":
                 full.div_(optimizer.mean(self.engine.collectives))

@@ -49,7 +49,7 @@ class FlatUnit:
         self.low: Tensor | None = None  # 1D int16, owned_numel: lower halves of split masters
         self.states: dict[str, Tensor] = {}
         """The optimizer's, by name: 1D, owned_numel."""
-        self.grad: Tensor | None = None  # 1D fp32, the shard or everything, while it lives
+        self.grad: Tensor | None = None  # 1D, the shard or everything, while it lives; see [Note: single gradients]
         self.views: list[Tensor] = []
         self.placeholders: list[Tensor] = []
         self.whole = False
@@ -154,7 +154,7 @@ class FlatUnit:
     # --- gradients -------------------------------------------------------------------------------------------------
 
     def copy_grads(self, grads: list[Tensor | None], target: Tensor, start: int, end: int, *, add: bool) -> None:
-        """Write gradients into `target` (fp32, 1D), which stands for elements `[start, end)` of the flat buffer.
+        """Write gradients into `target` (1D), which stands for elements `[start, end)` of the flat buffer.
 
         One kernel launch on CUDA, else an op per parameter.
 
@@ -182,6 +182,12 @@ class FlatUnit:
                 continue
             part = grad.reshape(-1)[lo - entry.offset : hi - entry.offset]
             into.add_(part) if add else into.copy_(part)
+
+    def widen_grad(self, arena: Arena) -> None:
+        """Make the gradient fp32 where it is not, before something is added to it."""
+        if self.grad is not None and self.grad.dtype != torch.float32:
+            wide = arena.take(f"grads.full.{self.placement.size_class}", self.grad.numel(), torch.float32)
+            self.grad = wide.copy_(self.grad)
 
     def take_grad(self, index: int, grad: Tensor) -> None:
         """Keep the fp32 gradient of one parameter, or add it to what came before."""

@@ -58,10 +58,11 @@ def adamw(
     numbers=None,
     poison=None,
     apart=False,
+    grads=torch.float32,
 ):
     """One update of slices of all lengths; `offsets` of master, gradient, the two moments and the 16-bit copy.
 
-    With `apart` masters are in two halves, which take the places of master and copy.
+    With `apart` masters are in two halves, which take the places of master and copy. `grads`: the gradients' dtype.
     """
     numbers = numbers or ADAMW
     parts, slices = [], []
@@ -70,7 +71,8 @@ def adamw(
         values[1] *= scale
         if poison is not None and n > 2:
             values[1][n // 2] = poison
-        first = [v.clone() for v in values]
+        values[1] = values[1].to(grads)
+        first = [v.float() for v in values]
         if apart:
             values[0], high = halves(values[0])[::-1]
         part = [Guarded(v, o) for v, o in zip(values, offsets, strict=False)]
@@ -133,11 +135,12 @@ def halves(values):
     return high, low
 
 
-def norm(device, *, offset=0, dtype_range=1.0):
-    """Sums of squares of slices of all lengths, twice: equal bits; then the scalars."""
-    grads = [Guarded(torch.randn(n, device=device) * dtype_range, offset).view for n in LENGTHS]
+def norm(device, *, offset=0, dtype_range=1.0, dtype=torch.float32):
+    """Sums of squares of slices of all lengths, twice, in fp32 the second time: equal bits; then the scalars."""
+    values = [(torch.randn(n, device=device) * dtype_range).to(dtype) for n in LENGTHS]
     found = []
-    for _ in range(2):
+    for kind in (dtype, torch.float32):
+        grads = [Guarded(x.to(kind), offset).view for x in values]
         g = GradNorm(torch.empty(norm_words(len(grads)), dtype=torch.int64, device=device), len(grads))
         for row, grad in enumerate(grads):
             g.add(row, grad)
@@ -167,11 +170,11 @@ def settled(device, g, total):
     return worst
 
 
-def nonfinite(device, bad=math.nan):
+def nonfinite(device, bad=math.nan, dtype=torch.float32):
     """The first row and offset, and a step that is marked to be skipped."""
     for offset in (0, 1):
         for row, at in ((2, 1), (5, 16383), (7, 0), (7, 70002), (7, 40001)):
-            grads = [Guarded(torch.randn(n, device=device), offset).view for n in LENGTHS]
+            grads = [Guarded(torch.randn(n, device=device).to(dtype), offset).view for n in LENGTHS]
             grads[row][at] = bad
             grads[7][70002] = -bad
             g = GradNorm(torch.empty(norm_words(len(grads)), dtype=torch.int64, device=device), len(grads))
@@ -259,11 +262,20 @@ CASES = {
     "adamw split, NaN": lambda d: adamw(d, apart=True, poison=math.nan),
     "adamw split, inf": lambda d: adamw(d, apart=True, poison=math.inf),
     "adamw split, skipped": lambda d: adamw(d, apart=True, poison=math.nan, skip=1.0),
+    "adamw split, bf16 gradients": lambda d: adamw(d, apart=True, grads=torch.bfloat16, step=3),
+    "adamw split, bf16 gradients, unequal offsets": lambda d: adamw(
+        d, apart=True, grads=torch.bfloat16, offsets=(1, 2, 3, 0, 1)
+    ),
+    "adamw split, bf16 gradients, odd": lambda d: adamw(d, apart=True, grads=torch.bfloat16, offsets=(0, 1, 0, 0, 0)),
+    "adamw fp16 gradients": lambda d: adamw(d, half=torch.float16, grads=torch.float16),
     "adamw skipped": lambda d: adamw(d, poison=math.nan, skip=1.0),
     "norm": lambda d: norm(d),
     "norm unaligned": lambda d: norm(d, offset=3),
+    "norm bf16": lambda d: norm(d, dtype=torch.bfloat16) + norm(d, dtype=torch.bfloat16, offset=3),
+    "norm fp16": lambda d: norm(d, dtype=torch.float16),
     "norm past 1e19": lambda d: norm(d, dtype_range=1e25),
     "non-finite NaN": lambda d: nonfinite(d),
+    "non-finite NaN bf16": lambda d: nonfinite(d, dtype=torch.bfloat16),
     "non-finite inf": lambda d: nonfinite(d, math.inf),
     "copy": lambda d: copy(d, add=False),
     "copy add": lambda d: copy(d, add=True),

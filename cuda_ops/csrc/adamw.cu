@@ -2,12 +2,14 @@
 //
 // Each element is read and written once: 28 bytes, or 30 where a 16-bit copy of the new value is kept beside the master;
 // a master that is split into its bf16 weight and what that lacks needs no copy. The list is cut into chunks of CHUNK
-// elements of one slice each. BLOCK, CHUNK, UNROLL, STREAM and SPLIT come with the compiler's options; with SPLIT masters
-// are split.
+// elements of one slice each. BLOCK, CHUNK, UNROLL, STREAM, SPLIT and GRAD come with the compiler's options; with SPLIT
+// masters are split. GRAD is the kind of the gradients; in 16 bits they take 2 bytes less.
+
+typedef Format<(Kind)GRAD> Grad;
 
 struct Slice {
     void* master;  // float; with SPLIT short: the bits that the bf16 value lacks
-    const float* grad;
+    const void* grad;
     float* exp_avg;
     float* exp_avg_sq;
     void* half_copy;  // 16-bit, or null; with SPLIT the upper halves of the masters
@@ -95,7 +97,7 @@ __device__ __forceinline__ void vectors(const Slice& s, int kind, i64 begin, i64
         for (int u = 0; u < UNROLL; u++) {
             i64 i = base + 4 * BLOCK * u;
             if (i < end) {
-                g[u] = pull<float4>(s.grad + i);
+                g[u] = Grad::load4(s.grad, i);
                 p[u] = load_master(s, i);
                 m[u] = pull<float4>(s.exp_avg + i);
                 v[u] = pull<float4>(s.exp_avg_sq + i);
@@ -128,9 +130,9 @@ __device__ __forceinline__ void edges(
 #if SPLIT
         unsigned short* high = (unsigned short*)s.half_copy + i;
         short* low = (short*)s.master + i;
-        split(advance(merge(*high, *low), s.grad[i], m, v, c), *high, *low);
+        split(advance(merge(*high, *low), Grad::load(s.grad, i), m, v, c), *high, *low);
 #else
-        float p = advance(((const float*)s.master)[i], s.grad[i], m, v, c);
+        float p = advance(((const float*)s.master)[i], Grad::load(s.grad, i), m, v, c);
         ((float*)s.master)[i] = p;
         if (kind == BF16) Format<BF16>::store(s.half_copy, i, p);
         if (kind == FP16) Format<FP16>::store(s.half_copy, i, p);
@@ -148,7 +150,8 @@ __device__ __forceinline__ void update(const Slice& s, int kind, i64 begin, i64 
 #else
     bool whole = aligned((const float*)s.master + head, 16);
 #endif
-    bool fits = head < end && whole && aligned(s.grad + head, 16) && aligned(s.exp_avg + head, 16) &&
+    bool grads = aligned((const char*)s.grad + head * Grad::SIZE, 4 * Grad::SIZE);
+    bool fits = head < end && whole && grads && aligned(s.exp_avg + head, 16) &&
                 aligned(s.exp_avg_sq + head, 16) &&
                 (kind == FP32 || aligned((unsigned short*)s.half_copy + head, 8));
     if (!fits) head = end;

@@ -51,16 +51,22 @@ __device__ __forceinline__ void add_four(Partial& p, float4 x, i64 i) {
 }
 
 struct SquareSum {
-    const float* x;
+    const void* x;
     i64 numel;
     Partial* partials;  // one per block
     unsigned* ticket;   // 0 before and after every launch
     Partial* out;
+    int kind;
+    int unused;
 };
 
-extern "C" __global__ void __launch_bounds__(BLOCK) square_sum(const __grid_constant__ SquareSum a) {
+static_assert(sizeof(SquareSum) == 48, "as the host lays it out");
+
+// This thread's share. A bf16 value and the fp32 number that equals it give the same bits.
+template <int KIND> __device__ __forceinline__ Partial share(const SquareSum& a) {
+    typedef Format<KIND> F;
     Partial mine = {0.0, NONE};
-    i64 head = (0 - ((u64)a.x >> 2)) & 3;
+    i64 head = (0 - (u64)a.x / F::SIZE) & 3;
     if (head > a.numel) head = a.numel;
     i64 tail = head + ((a.numel - head) & ~(i64)3);
     i64 step = 4 * BLOCK * (i64)gridDim.x;
@@ -70,15 +76,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK) square_sum(const __grid_cons
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
             x[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (base + step * u < tail) x[u] = *(const float4*)(a.x + base + step * u);
+            if (base + step * u < tail) x[u] = F::load4(a.x, base + step * u);
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) add_four(mine, x[u], base + step * u);
     }
     if (blockIdx.x == 0) {
-        if (threadIdx.x < head) add_one(mine, a.x[threadIdx.x], threadIdx.x);
-        if (threadIdx.x < a.numel - tail) add_one(mine, a.x[tail + threadIdx.x], tail + threadIdx.x);
+        if (threadIdx.x < head) add_one(mine, F::load(a.x, threadIdx.x), threadIdx.x);
+        if (threadIdx.x < a.numel - tail) add_one(mine, F::load(a.x, tail + threadIdx.x), tail + threadIdx.x);
     }
+    return mine;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) square_sum(const __grid_constant__ SquareSum a) {
+    Partial mine;
+    if (a.kind == BF16) mine = share<BF16>(a);
+    else if (a.kind == FP16) mine = share<FP16>(a);
+    else mine = share<FP32>(a);
     mine = block_join(mine);
 
     __shared__ bool last;

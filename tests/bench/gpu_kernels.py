@@ -46,7 +46,9 @@ def main() -> None:
         ours, theirs = ([fn(half=h) * 1e9 / numel for h in (True, False)] for fn in (a.ours, a.torch))
         say(f"  {numel:.0e} parameters, ms per 1e9 with / without 16-bit copy: ours {ours[0]:.2f} / {ours[1]:.2f}, ")
         apart = a.ours(half=True, split=True) * 1e9 / numel
-        say(f"     masters in halves {apart:.2f}; torch's norm, fused AdamW and copy {theirs[0]:.2f} / {theirs[1]:.2f}")
+        narrow = a.ours(half=True, split=True, bf16_grads=True) * 1e9 / numel
+        say(f"     masters in halves {apart:.2f}, and gradients in bf16 {narrow:.2f}")
+        say(f"     torch's norm, fused AdamW and copy {theirs[0]:.2f} / {theirs[1]:.2f}")
         del a
     n, c = Norm(), Copy()
     for numel in (2**28, 2**24):

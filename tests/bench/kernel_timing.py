@@ -50,7 +50,9 @@ class Adam:
         self.scalars = dict(zip(("applied", "scale", "skip"), values, strict=True))
         self.norm, self.norms = torch.zeros((), device=DEVICE), torch.zeros(len(self.grads), device=DEVICE)
 
-    def ours(self, *, half: bool, split: bool = False, max_blocks: int = 0, **defines: int) -> float:
+    def ours(
+        self, *, half: bool, split: bool = False, bf16_grads: bool = False, max_blocks: int = 0, **defines: int
+    ) -> float:
         """Milliseconds of an update, the numbers of `defines` aside as tuned; `split`: masters in two halves."""
         rows = zip(self.master, self.m, self.v, self.halves, strict=True)
         slices = [Slice(p, m, v, h if half else None) for p, m, v, h in rows]
@@ -61,7 +63,8 @@ class Adam:
             ]
         table = torch.empty(table_words(len(slices)), dtype=torch.int64, device=DEVICE)
         optimizer = FusedAdamW(slices, table, defines=defines, max_blocks=max_blocks)
-        return millis(lambda: optimizer.step(self.grads, **self.scalars, **NUMBERS))
+        grads = [g.bfloat16() for g in self.grads] if bf16_grads else self.grads
+        return millis(lambda: optimizer.step(grads, **self.scalars, **NUMBERS))
 
     def torch(self, *, half: bool) -> float:
         options = {**NUMBERS, "amsgrad": False, "maximize": False}
