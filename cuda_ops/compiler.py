@@ -24,7 +24,7 @@ OLDEST_CAPABILITY = (7, 5)
 PRELUDE = "numeric.cuh"
 
 TUNED: dict[str, dict[str, int]] = {
-    "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "SPLIT": 0, "GRAD": 0},
+    "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "SPLIT": 0, "GRAD": 0, "FAST": 0},
     "norm": {"BLOCK": 512, "UNROLL": 4, "STREAM": 0},
     "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 0, "NUM_ENTRIES": 64},
     "sums": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},
@@ -209,19 +209,21 @@ class Kernel:
         self._object = ObjectCode.from_cubin(code)
         self._loaded = self._object.get_kernel(function)
         self._function = driver.CUfunction(int(self._loaded.handle))
-        self._launch, self._stream_type, self._success = (
-            driver.cuLaunchKernel,
-            driver.CUstream,
-            driver.CUresult.CUDA_SUCCESS,
-        )
+        self._driver, self._stream_type, self._results = driver, driver.CUstream, driver.CUresult
+        _, self._context = driver.cuCtxGetCurrent()
         self.name = function
 
     def launch(self, grid: int, block: int, params: ctypes.Structure) -> None:
         """Launch on torch's current stream. The structure is copied by the call, so it may be changed at once."""
         stream = self._stream_type(torch.cuda.current_stream().cuda_stream)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        (result,) = self._launch(self._function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
-        if result != self._success:
+        where = (self._function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+        (result,) = self._driver.cuLaunchKernel(*where)
+        if result == self._results.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread of autograd's in which torch has launched nothing yet.
+            self._driver.cuCtxSetCurrent(self._context)
+            (result,) = self._driver.cuLaunchKernel(*where)
+        if result != self._results.CUDA_SUCCESS:
             raise RuntimeError(f"kernel {self.name} was not launched on a grid of {grid} x {block}: {result.name}")
 
 
