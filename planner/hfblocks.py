@@ -21,6 +21,7 @@ from zplan.planner.hfops import (
     rotate,
     rotate_front,
     rotate_front_at_once,
+    rotate_front_here,
     rotate_halves,
     rotate_in_fp32,
 )
@@ -28,7 +29,7 @@ from zplan.planner.models import Architecture
 from zplan.planner.tape import Value
 
 Layout = Literal["serial", "post", "neox", "stablelm", "phi", "opt", "sandwich"]
-Rotation = Callable[[Aten, Value, Value, Value, Value], tuple[Value, Value]]
+Rotation = Callable[[Aten, Value, Value, Value, Value], tuple[Value, ...]]
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,13 @@ STYLES: dict[str, Style] = {
         attention=("attention", "dense"),
         feed=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     ),
-    "stablelm": Style(norm="layer", layout="stablelm", rotation=rotate_front),
+    "stablelm": Style(norm="layer", layout="stablelm", rotation=rotate_front_here),
     "phi": Style(
         norm="layer",
         act="gelu_new",
         layout="phi",
         gated=False,
-        rotation=rotate_front,
+        rotation=rotate_front_here,
         attention=("self_attn", "dense"),
     ),
     "opt": Style(
@@ -237,7 +238,7 @@ class Block:
         """The output, and the probabilities where they were written, which a layer keeps until it returns."""
         q, k, v = self.queries_keys_values(x)
         assert self.style.rotation is not None
-        q, k = self.style.rotation(self.op, q, k, cos, sin)
+        q, k, *_names = self.style.rotation(self.op, q, k, cos, sin)
         return self.attend(q, k, v, *mask)
 
     def attend(self, q: Value, k: Value, v: Value, *mask: Value) -> tuple[Value, Value | None]:

@@ -158,12 +158,18 @@ def rotate_in_fp32(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tupl
 
 def rotate_front(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
     """Rotates the front of each head, which may be all of it, and always copies the rest behind it."""
+    q_rotated, k_rotated, *_ = rotate_front_here(op, q, k, cos, sin)
+    return q_rotated, k_rotated
+
+
+def rotate_front_here(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, ...]:
+    """As `rotate_front` in the attention's own frame, whose names keep the four parts until it returns."""
     wide, all_of = cos.shape[-1], q.shape[-1]
     q_front, q_rest = op.narrow(q, 0, wide), op.narrow(q, wide, all_of - wide)
     k_front, k_rest = op.narrow(k, 0, wide), op.narrow(k, wide, all_of - wide)
     q_front, k_front = rotate(op, q_front, k_front, cos, sin)
-    q_rotated, k_rotated = op.cat((q_front, q_rest)), op.cat((k_front, k_rest))
-    return op.named("q, rotated", q_rotated), op.named("k, rotated", k_rotated)
+    q, k = op.cat((q_front, q_rest)), op.cat((k_front, k_rest))
+    return op.named("q, rotated", q), op.named("k, rotated", k), q_front, q_rest, k_front, k_rest
 
 
 def rotate_front_at_once(op: Aten, q: Value, k: Value, cos: Value, sin: Value) -> tuple[Value, Value]:

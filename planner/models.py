@@ -67,7 +67,7 @@ class Architecture:
     """Shape of a model. `head_dim` may differ from `hidden // heads`; `kv_heads < heads` is grouped-query attention."""
 
     family: str
-    """One of `RUNNABLE`, or a model_type of `planner/hfunits.py`."""
+    """One of `RUNNABLE`, or a model_type of `planner/hfrows.py`."""
     layers: int
     hidden: int
     heads: int
@@ -84,7 +84,7 @@ class Architecture:
     window: int | None = None
     """Tokens of a sliding attention window. Sequences up to it see everything, so only longer ones would differ."""
     traits: tuple[tuple[str, int | bool], ...] = ()
-    """What else shapes a family's parameters, by name: [Note: letters] in `planner/hfunits.py`. Empty if runnable."""
+    """What else shapes a family's parameters, by name: [Note: letters] in `planner/hfrows.py`. Empty if runnable."""
     dense_layers: tuple[int, ...] = ()
     """In a mixture of experts, the layers with an ordinary feed-forward part."""
 

@@ -263,7 +263,8 @@ KINDS = [
     (3, 10, "bf16", "none", "sdpa"),
     (2, 33, "fp32", "full", "sdpa"),
     (1, 9, "bf16", "none", "eager"),
-    (3, 10, "fp32", "full", "eager"),
+    # Long enough for a peak in attention.
+    (3, 40, "bf16", "full", "eager"),
 ]
 GRID = [
     (name, *kind)

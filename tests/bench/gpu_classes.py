@@ -1,102 +1,151 @@
 """Predicted against measured activations of transformers' classes on one GPU, phase by phase; one line per case.
 
-python tests/bench/gpu_classes.py [NAME ...]
+python tests/bench/gpu_classes.py [--device cpu] [--predict] [--detail] [CASE ...]
 
-What is off by no more than `CLASS_SPREAD` per cent of the largest phase is within what the ledger's lines say.
+CASE is a name, such as `qwen3`, or a part of what a line begins with. `--detail` prints every phase of the cases, and
+for those that differ the ledger's lines beside what the allocator and an observer of storages hold at the phase's peak.
+`--device cpu` compares small shapes with the CPU's op lists; `--predict` measures nothing and needs no GPU.
+Exit 1: a phase is off by more than 1 % of a case's peak, or a case failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
-from dataclasses import replace
-from itertools import product
-from pathlib import Path
+import time
+import traceback
+from dataclasses import dataclass
 
 import torch
 import transformers
+from class_cases import Case, cases
+from class_detail import tell
+from class_models import build
+from phases import AllocatorMeter, activation_ledger
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from phases import DTYPES, AllocatorMeter, choose, mark_phases
-from test_hfblocks import CASES, EAGER_ONLY, SMALL, class_config, modules_of, predicted
+from zplan.planner.hfconfig import read_architecture
+from zplan.planner.ledger import Ledger
+from zplan.runtime.meter import StorageRegistry
 
-from zplan.planner.activations import CLASS_SPREAD
-from zplan.planner.config import Choice
-
-LARGE = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 8192,
-    "max_position_embeddings": 8192,
-}
-LATENT = {
-    **{"num_key_value_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
-    **{"v_head_dim": 128, "moe_intermediate_size": 512, "n_routed_experts": 16, "num_experts_per_tok": 4},
-}
-NAMES = ["deepseek_v3", "deepseek_v2", "deepseek_v2, groups", "gpt_oss", "mixtral", "qwen3_moe", "qwen3"]
+TOLERANCE = 0.01
+"""Of a case's measured peak, for the difference of any of its phases."""
 
 
-def config_of(name: str) -> dict:
-    """The test's case, in widths that a GPU's kernels are made for."""
-    case = CASES[name]
-    wide = LATENT if "kv_lora_rank" in case else {}
-    low = {"q_lora_rank": 384} if case.get("q_lora_rank") else {}
-    return SMALL | case | LARGE | wide | low
+@dataclass(frozen=True)
+class Result:
+    """Bytes by phase, of the phases that are compared."""
+
+    ledger: Ledger
+    predicted: dict[str, int]
+    measured: dict[str, int]
+
+    @property
+    def off(self) -> dict[str, int]:
+        """What differs, the largest first."""
+        found = {p: n - self.predicted.get(p, 0) for p, n in self.measured.items()}
+        return {p: found[p] for p in sorted(found, key=lambda p: -abs(found[p])) if found[p]}
+
+    @property
+    def worst(self) -> float:
+        """Largest difference by the measured peak."""
+        return max((abs(n) for n in self.off.values()), default=0) / max(self.measured.values())
 
 
-def measured(config: dict, choice: Choice) -> dict[str, int]:
-    """What the second step holds beside the parameters and cuBLAS's workspaces, by phase."""
-    keys = class_config(config)
-    hf = transformers.AutoConfig.for_model(**keys, use_cache=False, attn_implementation=choice.attention)
-    model = transformers.AutoModelForCausalLM.from_config(hf).to("cuda", DTYPES[choice.precision])
-    model.train()
-    if choice.checkpointing == "full":
-        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+def measured(case: Case) -> dict[str, int]:
+    """What a step holds beside parameters, buffers and cuBLAS's workspaces, by phase."""
+    if case.choice.device == "cpu":
+        registry = StorageRegistry()
+        with registry:
+            step, model = build(case.config, case.choice, registry)
+            registry.adopt(*model.parameters(), *model.buffers())
+            states = registry.live_bytes
+            registry.peaks.clear()
+            step()
+        return {phase: peak - states for phase, peak in registry.peaks.items()}
     meter = AllocatorMeter()
-    mark_phases(modules_of(model), meter)
-
-    def step() -> None:
-        meter.enter("forward.embed")
-        ids, labels = (torch.randint(3, 100, (choice.micro_batch, choice.seq), device="cuda") for _ in range(2))
-        loss = model(input_ids=ids, labels=labels).loss
-        meter.enter("backward.loss")
-        loss.backward()
-        meter.enter("step")
-        del ids, labels, loss
-        meter.enter("idle")
-
+    step, _ = build(case.config, case.choice, meter)
     step()  # cuBLAS takes its workspaces for good
     states = torch.cuda.memory_stats()["requested_bytes.all.current"]
     meter.peaks.clear()
     step()
-    return {phase: peak - states for phase, peak in meter.peaks.items() if phase != "idle"}
+    return {phase: peak - states for phase, peak in meter.peaks.items()}
+
+
+def ledger_of(case: Case) -> Ledger:
+    return activation_ledger(read_architecture(case.config, case.name)[0], case.choice)
+
+
+def compare(case: Case) -> Result:
+    ledger = ledger_of(case)
+    seen = measured(case)
+    expected = dict(zip(ledger.phases, ledger.per_phase(), strict=True))
+    apart = ("idle", *(f"{kind}.{unit}" for kind in ("forward", "backward", "reduce") for unit in case.apart))
+    phases = [p for p in {**expected, **seen} if not p.startswith(apart)]
+    return Result(ledger, {p: expected.get(p, 0) for p in phases}, {p: seen.get(p, 0) for p in phases})
+
+
+def line(case: Case, r: Result) -> str:
+    top, true = max(r.predicted.values()), max(r.measured.values())
+    shown = "equal"
+    if r.off:
+        p = next(iter(r.off))
+        shown = f"most {p} predicted {r.predicted[p]:,} measured {r.measured[p]:,} ({r.off[p]:+,})"
+    bad = "BAD" if r.worst > TOLERANCE else "ok "
+    return (
+        f"{bad} {case!s:58} predicted {top:>15,} measured {true:>15,} ({100 * (true / top - 1):+.3f} %) "
+        f"phases off {len(r.off):2} of {len(r.measured):2}; {shown}"
+    )
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def chosen(args: argparse.Namespace) -> list[Case]:
+    found = list(cases(args.device))
+    if not args.cases:
+        return found
+    names = {c.name for c in found}
+    return [c for c in found if any(c.name == w if w in names else w in str(c) for w in args.cases)]
 
 
 def main() -> None:
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.cuda.get_device_name()}")  # noqa: T201
-    wrong = 0
-    for name, attention, checkpointing in product(sys.argv[1:] or NAMES, ("sdpa", "eager"), ("none", "full")):
-        if attention == "sdpa" and name.startswith(EAGER_ONLY):
-            continue
-        config, choice = config_of(name), choose(2, 1024, "bf16", checkpointing, attention)
-        expected = predicted(config, replace(choice, device="cuda"))
-        seen = measured(config, choice)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--detail", action="store_true")
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda" and not args.predict
+    where = torch.cuda.get_device_name() if on_gpu else "cpu"
+    say(f"torch {torch.__version__}, transformers {transformers.__version__}, {where}")
+    gc.freeze()  # What is imported is no case's garbage.
+    start, all_cases, results = time.perf_counter(), chosen(args), []
+    for case in all_cases:
+        try:
+            if args.predict:
+                say(f"{case!s:58} predicted {ledger_of(case).peak_bytes():>15,}")
+                continue
+            results.append(r := compare(case))
+            say(line(case, r))
+            for row in tell(case, r.ledger, r.predicted, r.measured) if args.detail else ():
+                say(row)
+        except Exception as error:  # noqa: BLE001  (one case must not cost the others)
+            say(f"BAD {case!s:58} {traceback.format_exception_only(error)[-1].strip()}")
         gc.collect()
-        torch.cuda.empty_cache()
-        off = {p: seen.get(p, 0) - n for p, n in expected.items() if p != "idle"}
-        worst = sorted(off, key=lambda p: -abs(off[p]))[:3]
-        top, true = max(expected.values()), max(seen.values())
-        wrong += 100 * abs(true - top) > CLASS_SPREAD * top
-        shown = ", ".join(f"{p} {off[p]:+,}" for p in worst if off[p]) or "equal"
-        print(  # noqa: T201
-            f"{name:20} {attention:5} {checkpointing:4} predicted {top:>13,} measured {true:>13,} "
-            f"({100 * (true - top) / top:+.2f} %); {shown}",
-            flush=True,
-        )
-    sys.exit(f"{wrong} peaks are off by more than {CLASS_SPREAD} %" if wrong else 0)
+        if on_gpu:
+            torch.cuda.empty_cache()
+    if args.predict:
+        return
+    bad = len(all_cases) - sum(r.worst <= TOLERANCE for r in results)
+    say(
+        f"{len(all_cases)} cases, {sum(not r.off for r in results)} equal in every phase, {bad} bad "
+        f"({len(all_cases) - len(results)} of them failed), largest difference "
+        f"{100 * max((r.worst for r in results), default=0):.3f} % of a peak, {time.perf_counter() - start:.0f} s"
+    )
+    sys.exit(f"{bad} cases are off by more than {TOLERANCE:.0%} of their peak, or failed" if bad else 0)
 
 
 if __name__ == "__main__":
