@@ -94,11 +94,17 @@ def copy_grads(
         into.add_(part) if add else into.copy_(part)
 
 
-def sum_slices(slices: Tensor, out: Tensor, *, add: bool) -> None:
-    """Write, or add to what is there, the sum of (N, numel) slices into `out`, (numel,) fp32, in order."""
+def sum_slices(slices: Tensor, out: Tensor, *, add: bool, own: tuple[int, Tensor] | None = None) -> None:
+    """Write, or add to what is there, the sum of (N, numel) slices into `out`, (numel,) fp32, in order.
+
+    With `own`, `(rank, slice)`, that one is taken at its rank's place among the others.
+    """
+    order = list(slices)
+    if own is not None:
+        order.insert(*own)
     if not add:
-        out.copy_(slices[0])
-    for one in slices if add else slices[1:]:
+        out.copy_(order[0])
+    for one in order if add else order[1:]:
         out.add_(one)
 
 

@@ -44,6 +44,12 @@ def slot_numel(placements: Sequence[Placement], choice: Choice) -> int:
     return max((p.layout.max_piece_numel for p in placements if not p.frozen), default=0)
 
 
+def received_numel(placements: Sequence[Placement], choice: Choice) -> int:
+    """Elements of what arrives in an exchange: a slot's, without the rank's own slice where it stays in the slot."""
+    numel = slot_numel(placements, choice)
+    return numel - numel // choice.world_size if choice.copies else numel
+
+
 def table_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """Two tables of all ranks' addresses that torch makes for each buffer in symmetric memory, on the device."""
     count = 2 * len(shared_sizes(placements, choice))
@@ -126,7 +132,7 @@ def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) 
 def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """A slot of the largest piece, from the first reduce of a backward to its end: in fp32 for a reduce-scatter, in the
     compute dtype for an exchange, which needs another one for what arrives. A slot that other GPUs read is always
-    there.
+    there, and a rank's own slice is taken from it.
     """
     numel = slot_numel(placements, choice)
     if not numel:
@@ -134,11 +140,10 @@ def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     span = time.reducing(placements[-1].unit.name)
     if choice.reduce == "scatter":
         return [Line("grads.slot", numel * choice.reduce_itemsize, (span,), "buffers")]
-    nbytes = numel * choice.itemsize
-    slot = Line("grads.slot", nbytes, (span,), "buffers")
+    slot = Line("grads.slot", numel * choice.itemsize, (span,), "buffers")
     if choice.copies:
         slot = slot._replace(spans=(time.always,), note=SHARED)
-    return [slot, Line("grads.received", nbytes, (span,), "buffers")]
+    return [slot, Line("grads.received", received_numel(placements, choice) * choice.itemsize, (span,), "buffers")]
 
 
 def reduced_numel(placements: Sequence[Placement], choice: Choice) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zplan.cuda_ops.sums import sum_slices
-from zplan.planner.buffers import full_gradients, reduced_numel, uses_reduce_slots
+from zplan.planner.buffers import full_gradients, received_numel, reduced_numel, uses_reduce_slots
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import single_gradients
@@ -63,6 +63,7 @@ class Reducer:
         """(size class, gradient) of the unit that was reduced last."""
         self.copied: torch.cuda.Event | None = None
         self.slot_numel = max((u.layout.max_piece_numel for u in units), default=0)
+        self.received_numel = received_numel([u.placement for u in units], choice)
         self.reduced_numel = reduced_numel([u.placement for u in units], choice)
         self.micro_step = 0
         """Micro-steps that have ended in this step."""
@@ -201,7 +202,7 @@ class Reducer:
             size = (self.slot_numel, self.slot_dtype)
             self.slot = self.arena.take("grads.slot", *size) if self.shared is None else self.shared.buffer
             if self.exchanges:
-                self.received = self.arena.take("grads.received", *size)
+                self.received = self.arena.take("grads.received", self.received_numel, self.slot_dtype)
         landed = unit.release_grads()
         if self.suspects is not None and self.suspects.looking:
             self.suspects.look(unit, landed)
@@ -259,12 +260,15 @@ class Reducer:
         Of whole gradients it is this rank's slices that are added to; in the last micro-step the others' are gathered.
         """
         for piece in unit.layout.pieces:
-            part, came = slot[: piece.numel], received[: piece.numel]
+            share = piece.numel // self.choice.world_size
+            part = slot[: piece.numel]
+            mine = None if self.shared is None else (unit.rank, part[unit.rank * share :][:share])
+            came = received[: piece.numel - (0 if mine is None else share)]
             unit.copy_grads(landed, part, piece.offset, piece.offset + piece.numel, add=False)
             self.copied = self.streams.mark()
             self.collectives.exchange_slices(came, part, unit.name, self.shared)
             own = unit.own(grad, piece) if self.full else unit.shard_of(grad, piece)
-            sum_slices(came.view(self.choice.world_size, -1), own, add=unit.filled)
+            sum_slices(came.view(-1, share), own, add=unit.filled, own=mine)
         unit.filled = True
         if self.full and self.sums_ranks:
             pairs = [(grad[p.offset : p.offset + p.numel], unit.own(grad, p)) for p in unit.layout.pieces]

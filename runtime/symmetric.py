@@ -73,14 +73,13 @@ class Shared:
         self._barrier()
 
     def exchange(self, received: Tensor, full: Tensor) -> None:
-        """Collect into `received` this rank's slice of every rank's `full`, a view of the buffer, in rank order."""
+        """Collect into `received` this rank's slice of each other rank's `full`, a view of the buffer, in rank order."""
         at = full.storage_offset()
         mine, end = self._slice(full, self.rank)
         self._barrier()
-        received[mine:end].copy_(full[mine:end])
         for peer in self._others():
-            first, last = self._slice(full, peer)
-            received[first:last].copy_(self._peers[peer][at + mine : at + end])
+            first = (peer - (peer > self.rank)) * (end - mine)
+            received[first : first + end - mine].copy_(self._peers[peer][at + mine : at + end])
         self._barrier()
 
     def _others(self) -> Sequence[int]:

@@ -226,8 +226,8 @@ def copy(device, *, add, offset=0, num=11, strided=False, into=torch.float32):
     return 0.0
 
 
-def sums(device, *, add, dtype, num=3, offset=0):
-    """Slices of all lengths, added up in order; equal bits."""
+def sums(device, *, add, dtype, num=3, offset=0, own=None):
+    """Slices of all lengths, added up in order, with that of rank `own` elsewhere; equal bits."""
     for n in (0, 1, 63, 64, 8192, 8200, 40001):
         slices = Guarded(torch.randn(num * n, device=device).to(dtype), offset)
         if n > 9:
@@ -237,7 +237,11 @@ def sums(device, *, add, dtype, num=3, offset=0):
         reference.sum_slices(slices.view.view(num, n), want, add=add)
         if not add:
             out.view.fill_(math.nan)
-        sum_slices(slices.view.view(num, n), out.view, add=add)
+        came, mine = slices.view.view(num, n), None
+        if own is not None:
+            mine = (own, Guarded(came[own], offset).view)
+            came = torch.cat([came[:own], came[own + 1 :]])
+        sum_slices(came, out.view, add=add, own=mine)
         out.check()
         torch.testing.assert_close(out.view, want, rtol=0, atol=0, equal_nan=True)
     return 0.0
@@ -286,5 +290,9 @@ CASES = {
     "sums bf16": lambda d: sums(d, add=False, dtype=torch.bfloat16) + sums(d, add=True, dtype=torch.bfloat16),
     "sums fp32 of 8": lambda d: sums(d, add=False, dtype=torch.float32, num=8),
     "sums fp16 unaligned": lambda d: sums(d, add=True, dtype=torch.float16, num=2, offset=1),
+    "sums bf16 with its own slice elsewhere": lambda d: max(
+        sums(d, add=r == 1, dtype=torch.bfloat16, num=3, own=r) for r in range(3)
+    ),
+    "sums of 2, own slice unaligned": lambda d: sums(d, add=False, dtype=torch.bfloat16, num=2, own=1, offset=3),
     "copy strided": lambda d: copy(d, add=True, strided=True),
 }
