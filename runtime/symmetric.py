@@ -73,7 +73,7 @@ class Shared:
         self._barrier()
 
     def exchange(self, received: Tensor, full: Tensor) -> None:
-        """Collect into `received` this rank's slice of each other rank's `full`, a view of the buffer, in rank order."""
+        """Collect this rank's slice of each other rank's `full`, in rank order. `full` is a view of the buffer."""
         at = full.storage_offset()
         mine, end = self._slice(full, self.rank)
         self._barrier()
