@@ -174,12 +174,17 @@ class Watchdog:
         self.verdict = ZplanError(message, hint)
 
     def _free(self) -> None:
-        """End waits of the device: NCCL's communicators are aborted, and the next call raises the verdict."""
-        for group in {self.mesh.gathers, self.mesh.reduces}:
-            if group is not None and dist.get_backend(group) == "nccl":
-                assert self.verdict is not None
-                sys.stderr.write(f"zplan: error: {self.verdict.message}\n")
-                group._get_backend(self.mesh.device).abort()
+        """End waits of the device: NCCL's communicators are aborted, and the next call raises the verdict.
+
+        An abort itself waits where the device is in a barrier of shared memory, so each has a thread that nobody joins.
+        """
+        assert self.verdict is not None
+        groups = [g for g in {self.mesh.gathers, self.mesh.reduces} if g is not None and dist.get_backend(g) == "nccl"]
+        if groups:
+            sys.stderr.write(f"zplan: error: {self.verdict.message}\n")
+        for group in groups:
+            abort = group._get_backend(self.mesh.device).abort
+            threading.Thread(target=abort, name="zplan abort", daemon=True).start()
 
     def _insist(self) -> None:
         """End this process where training has not noticed the verdict: its device waits for what never comes."""

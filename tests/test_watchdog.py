@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -109,12 +110,29 @@ def test_a_rank_whose_device_waits_for_ever_is_ended_with_the_reason(monkeypatch
     monkeypatch.setattr(watchdog, "GRACE_S", 0.05)
     monkeypatch.setattr(watchdog, "LAST_WORDS", [told.append])
     monkeypatch.setattr(watchdog.os, "_exit", ends.append)
-    dog = silent(Mesh(0, 2, torch.device("cuda", 0), None, None, started_here=False), dist.HashStore())
+    aborted, over = [], threading.Event()
+
+    class Stuck:
+        """A communicator whose abort waits for the device."""
+
+        def abort(self):
+            aborted.append(1)
+            over.wait()
+
+        def _get_backend(self, device):
+            return self
+
+    monkeypatch.setattr(watchdog.dist, "get_backend", lambda _: "nccl")
+    group = Stuck()
+    dog = silent(Mesh(0, 2, torch.device("cuda", 0), group, group, started_here=False), dist.HashStore())
     dog.verdict = ZplanError("ranks run different collectives")
     if noticed:
         with pytest.raises(ZplanError, match="ranks run different"):
             dog.note("all_gather", "head")
+    dog._free()
     dog._insist()
+    over.set()
+    assert aborted == [1]
     assert (ends, told) == (([], []) if noticed else ([1], [dog.verdict]))
 
 
