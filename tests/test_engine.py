@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from zplan.runtime.initialize import initialize
 from zplan.runtime.verify import Meter
 
 METERED_STEPS = 2
+STEPS = 4
+"""Of most comparisons: from the third on, moments and weights are what the engine itself made of them."""
+LONG = 10
+"""Of those in which errors would have time to grow."""
 
 
 def train(
@@ -77,40 +82,49 @@ def close_to_reference(results: list[dict[str, Any]], expected: Any, relative: f
             assert r["norms"][step] == pytest.approx(norm, rel=norms or relative), f"gradient norm at step {step}"
 
 
+CELLS = list(product((1, 3), (1, 2), ("none", "full"))) + [
+    (1, 4, "full"),
+    (3, 4, "none"),
+    pytest.param(1, 4, "none", marks=pytest.mark.slow),
+    pytest.param(3, 4, "full", marks=pytest.mark.slow),
+]
+"""Accumulation, ranks and checkpointing. Half of those on 4 ranks, which cost the most, are slow ones."""
+
+
 @pytest.mark.gloo
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(("accumulation", "world_size", "checkpointing"), CELLS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_equals_one_process_and_its_ledger(run_ranks, stage, accumulation, world_size, checkpointing):
     config = w.config(stage, accumulation, checkpointing=checkpointing)
-    results = run_ranks(world_size, train, "llama", config, 10, False, True)
+    steps = LONG if (world_size, accumulation) == (2, 1) else STEPS
+    results = run_ranks(world_size, train, "llama", config, steps, False, True)
     exact(results)
-    close_to_reference(results, reference("llama", 10, world_size, accumulation, torch.float32), 1e-6)
+    close_to_reference(results, reference("llama", steps, world_size, accumulation, torch.float32), 1e-6)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("arch", ["llama-tied", "gpt2"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tied_models_equal_one_process(run_ranks, stage, arch):
-    results = run_ranks(2, train, arch, w.config(stage, 2, checkpointing="full", piece=16384), 10, True, True)
+    results = run_ranks(2, train, arch, w.config(stage, 2, checkpointing="full", piece=16384), STEPS, True, True)
     exact(results)
-    close_to_reference(results, reference(arch, 10, 2, 2, torch.float32), 1e-6)
+    close_to_reference(results, reference(arch, STEPS, 2, 2, torch.float32), 1e-6)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_equals_one_process(run_ranks, stage, accumulation, world_size):
     """bf16 compute, fp32 masters and sums. A weight that rounds the other way moves a gradient norm by up to 0.4 %."""
     # Both ways to reduce in turn, over the cells.
-    reduce = "scatter" if stage == 3 and accumulation == 4 or stage == 2 and accumulation == 1 else "exchange"
+    reduce = "scatter" if stage == 3 and accumulation == 3 or stage == 2 and accumulation == 1 else "exchange"
     checkpointing = "full" if accumulation == 1 else "none"
     config = w.config(stage, accumulation, precision="bf16", checkpointing=checkpointing, reduce=reduce)
-    results = run_ranks(world_size, train, "llama", config, 10, False, True)
+    steps = LONG if accumulation == 1 else STEPS
+    results = run_ranks(world_size, train, "llama", config, steps, False, True)
     exact(results)
-    close_to_reference(results, reference("llama", 10, world_size, accumulation, torch.bfloat16), 1e-3, norms=1e-2)
+    close_to_reference(results, reference("llama", steps, world_size, accumulation, torch.bfloat16), 1e-3, norms=1e-2)
 
 
 OWN = {"cross_entropy": "fused", "kernels": "fused"}
@@ -123,17 +137,17 @@ OWN = {"cross_entropy": "fused", "kernels": "fused"}
 )
 def test_fused_kernels_equal_one_process_and_their_ledger(run_ranks, stage, accumulation, arch, checkpointing):
     config = w.config(stage, accumulation, checkpointing=checkpointing, piece=16384, **OWN)
-    results = run_ranks(2, train, arch, config, 6, True, True)
+    results = run_ranks(2, train, arch, config, STEPS, True, True)
     exact(results)
-    close_to_reference(results, reference(arch, 6, 2, accumulation, torch.float32), 1e-6)
+    close_to_reference(results, reference(arch, STEPS, 2, accumulation, torch.float32), 1e-6)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fused_kernels_in_bf16(run_ranks, stage):
-    results = run_ranks(2, train, "llama", w.config(stage, precision="bf16", **OWN), 6, False, True)
+    results = run_ranks(2, train, "llama", w.config(stage, precision="bf16", **OWN), STEPS, False, True)
     exact(results)
-    close_to_reference(results, reference("llama", 6, 2, 1, torch.bfloat16), 1e-3, norms=1e-2)
+    close_to_reference(results, reference("llama", STEPS, 2, 1, torch.bfloat16), 1e-3, norms=1e-2)
 
 
 @pytest.mark.gloo
@@ -158,7 +172,7 @@ def test_stages_agree_bit_for_bit(run_ranks, accumulation, stages, precision):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_checked_mode_ring_size_and_overlap_change_no_bit(run_ranks, stage):
-    runs, steps = {}, 20
+    runs, steps = {}, LONG
     for checked in (False, True):
         for slots in (2, 3) if stage == 3 else (2,):
             config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384, ring_slots=slots)
