@@ -48,6 +48,11 @@ def train(
     return {"losses": losses, "norms": norms, "params": params, "memory": comparison}
 
 
+def train_each(rank: int, world_size: int, runs: dict[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
+    """`train` for several runs in one start of the ranks."""
+    return {name: train(rank, world_size, *run) for name, run in runs.items()}
+
+
 def one_step(engine: Engine, step: int, losses: list[float], norms: list[float], vocab: int) -> None:
     total = 0.0
     for k in range(engine.choice.accumulation):
@@ -162,33 +167,35 @@ def test_stages_agree_bit_for_bit(run_ranks, accumulation, stages, precision):
     runs = {}
     for stage in stages:
         config = w.config(stage, accumulation, precision=precision, checkpointing="full", clip=0.0, piece=16384)
-        runs[f"stage {stage}"] = run_ranks(2, train, "llama", config, 4, False)
+        runs[f"stage {stage}"] = "llama", config, STEPS, False
     config = w.config(stages[-1], accumulation, precision=precision, clip=0.0)
-    runs["one piece a unit"] = run_ranks(2, train, "llama", config, 4, False)
-    same_bits(runs)
+    runs["one piece a unit"] = "llama", config, STEPS, False
+    same_bits(run_ranks(2, train_each, runs))
 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_checked_mode_ring_size_and_overlap_change_no_bit(run_ranks, stage):
-    runs, steps = {}, LONG
-    for checked in (False, True):
-        for slots in (2, 3) if stage == 3 else (2,):
-            config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384, ring_slots=slots)
-            runs[f"{slots} slots, checked {checked}"] = run_ranks(2, train, "llama4", config, steps, checked)
-    config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384, reduce="scatter")
-    runs["reduce-scatter"] = run_ranks(2, train, "llama4", config, steps, False)
-    config = w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384)
-    config["zero_optimization"]["overlap_comm"] = False
-    runs["without overlap"] = run_ranks(2, train, "llama4", config, steps, False)
-    same_bits(runs)
+    def how(**options: Any) -> dict[str, Any]:
+        return w.config(stage, 2, precision="bf16", checkpointing="full", piece=16384, **options)
+
+    alone = how()
+    alone["zero_optimization"]["overlap_comm"] = False
+    runs = {
+        "reduce-scatter": ("llama4", how(reduce="scatter"), LONG, False),
+        "without overlap": ("llama4", alone, LONG, False),
+    }
+    for checked, slots in product((False, True), (2, 3) if stage == 3 else (2,)):
+        runs[f"{slots} slots, checked {checked}"] = "llama4", how(ring_slots=slots), LONG, checked
+    same_bits(run_ranks(2, train_each, runs, limit=200))
 
 
-def same_bits(runs: dict[str, list[dict[str, Any]]]) -> None:
-    first = next(iter(runs.values()))
-    for name, results in runs.items():
-        for r, expected in zip(results, first, strict=True):
+def same_bits(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    """All runs of each rank."""
+    for results in ranks:
+        expected = next(iter(results.values()))
+        for name, r in results.items():
             assert r["losses"] == expected["losses"], name
             for key, value in r["params"].items():
                 assert (value == expected["params"][key]).all(), f"{name}: {key}"

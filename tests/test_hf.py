@@ -53,7 +53,9 @@ def test_causal_models_at_stage_3(run_ranks, checkpointing):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("stage", "checkpointing"), [(1, "none"), (3, "none"), (3, "plain")])
+@pytest.mark.parametrize(
+    ("stage", "checkpointing"), [(1, "none"), pytest.param(3, "none", marks=pytest.mark.slow), (3, "plain")]
+)
 def test_other_families_on_three_ranks(run_ranks, stage, checkpointing):
     """Three on purpose: nothing divides evenly. Encoders, an encoder with a decoder, and images among them."""
     cases = {name: ("hf_models:build", (name, checkpointing), m.config(stage), 3, RECIPE) for name in OTHERS}

@@ -9,7 +9,7 @@ import any_model as m
 import pytest
 import torch
 import workload as w
-from test_engine import exact, train
+from test_engine import exact, train_each
 from test_kernel_step import train_by_table
 from test_models_flow import Net
 from test_models_tokens import counted, mean_loss
@@ -52,8 +52,12 @@ def same(plain: list[dict[str, Any]], early: list[dict[str, Any]]) -> None:
 def test_same_bits_as_an_ordinary_step_and_the_ledgers_bytes(run_ranks, stage, world_size, precision):
     arch = "llama-tied" if stage in (1, 3) and precision == "fp32" else "llama4"
     how = {"precision": precision, "checkpointing": "full" if precision == "bf16" else "none"}
-    plain = run_ranks(world_size, train, arch, config(stage, on=False, **how), STEPS, True)
-    early = run_ranks(world_size, train, arch, config(stage, **how), STEPS, True, True)
+    runs = {
+        "plain": (arch, config(stage, on=False, **how), STEPS, True),
+        "early": (arch, config(stage, **how), STEPS, True, True),
+    }
+    results = run_ranks(world_size, train_each, runs)
+    plain, early = ([r[name] for r in results] for name in runs)
     same(plain, early)
     exact(early)
     assert early[0]["memory"].peak.measured > 0
