@@ -33,6 +33,13 @@ PRELOAD = [
     "zplan.runtime.decoder",
     "zplan.runtime.engine",
     "zplan.runtime.initialize",
+    "zplan.runtime.train",
+    # Another 2 s, which most ranks have no use for but get for nothing. What is not installed is passed over.
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in "bert bloom falcon gemma2 gpt2 gpt_neox llama mixtral opt phi3 qwen2 t5 vit".split()
+    ),
+    "peft",
 ]
 
 
@@ -183,3 +190,20 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str
         return caught.value.code, out, err
 
     return call
+
+
+@pytest.fixture
+def one_rank_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that train on one rank of the CPU do so in this process instead of starting it."""
+    from zplan.runtime import start
+    from zplan.runtime.board import Board
+    from zplan.runtime.job import Job
+    from zplan.runtime.train import train
+
+    def here(
+        _module: str, arguments: list[str], *, world_size: int, folder: Path, cpu: bool, deterministic: bool
+    ) -> None:
+        assert world_size == 1 and cpu and not deterministic
+        train(Job.read(Path(arguments[0])), Board(folder, 0))
+
+    monkeypatch.setattr(start, "launch", here)

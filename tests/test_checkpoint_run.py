@@ -114,16 +114,8 @@ def test_evaluation_weights_and_export(run_ranks, plan_folder, tmp_path):
     assert values[2] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
 
 
-def test_the_whole_command(plan_folder, tmp_path, monkeypatch, capsys):
+def test_the_whole_command(plan_folder, tmp_path, one_rank_here, capsys):
     """Every option of a run that saves, twice: from a model folder to a model folder, then on from the checkpoint."""
-
-    def one_rank_here(
-        _module: str, arguments: list[str], *, world_size: int, folder: Path, cpu: bool, deterministic: bool
-    ) -> None:
-        assert world_size == 1 and cpu and not deterministic
-        train(Job.read(Path(arguments[0])), Board(folder, 0))
-
-    monkeypatch.setattr(start, "launch", one_rank_here)
     model_folder(demo_architecture(plan_folder), tmp_path / "weights")
     (tmp_path / "held-out.txt").write_bytes((plan_folder / "text.txt").read_bytes()[:2000])
     command = [

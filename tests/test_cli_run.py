@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from zplan import cli_run
+from zplan import cli, cli_run
 from zplan.planner.errors import ZplanError
 from zplan.runtime import demo, preflight, start
 from zplan.runtime.launch import Interrupted
@@ -29,7 +29,7 @@ torch.manual_seed(0)
 model = Decoder(plan.spec.arch)
 engine, *_ = zplan.initialize(model=model)
 for step in range(2):
-    ids = torch.randint(0, 257, (4, 128))
+    ids = torch.randint(0, 257, (1, 16))
     if step == 1 and engine.rank == 1 and "--fail" in sys.argv:
         model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
     engine.backward(engine(ids, ids.clone()))
@@ -248,34 +248,37 @@ def test_demo_from_start_to_end(tmp_path):
         assert (tmp_path / "demo" / name).stat().st_size > 0
 
 
-@pytest.mark.gloo
-def test_run_a_script(plan_folder, tmp_path):
+@pytest.fixture
+def script(tmp_path) -> Path:
+    """A program in a folder of its own, with a module beside it. Its ranks are real; the command is this process."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("HERE = True\n")
-    plan = plan_folder / "plan.json"
-    done = zplan("run", plan, tmp_path / "train.py", plan, "--steps", "7", "--data", cwd=plan_folder)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {r} of 2: ['--steps', '7', '--data']" for r in range(2)]
+    return tmp_path / "train.py"
 
 
 @pytest.mark.gloo
-def test_a_script_that_fails_is_told_with_rank_step_and_phase(plan_folder, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").write_text("HERE = True\n")
+def test_run_a_script(plan_folder, script, capfd):
     plan = plan_folder / "plan.json"
-    done = zplan("run", plan, tmp_path / "train.py", plan, "--fail", cwd=tmp_path)
-    assert done.returncode == 2
-    assert (
-        "error: rank 1 failed in step 2, phase `forward.blocks.2`: ZeroDivisionError: division by zero" in done.stderr
-    )
-    assert done.stderr.count("Traceback") == 1
+    invoke(cli_run.run, plan, script, plan, "--steps", "7", "--data")
+    out, _ = capfd.readouterr()
+    assert sorted(out.splitlines()) == [f"rank {r} of 2: ['--steps', '7', '--data']" for r in range(2)]
 
 
 @pytest.mark.gloo
-def test_verify_one_rank_of_many(plan_folder):
-    done = zplan("verify", "plan.json", "--world", "8", "--steps", "2", "--json", cwd=plan_folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(done.stdout)
+def test_a_script_that_fails_is_told_with_rank_step_and_phase(plan_folder, script, capfd):
+    plan = plan_folder / "plan.json"
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", str(plan), str(script), str(plan), "--fail"])
+    _, err = capfd.readouterr()
+    assert left.value.code == 2
+    assert "error: rank 1 failed in step 2, phase `forward.blocks.2`: ZeroDivisionError: division by zero" in err
+    assert err.count("Traceback") == 1
+
+
+def test_verify_one_rank_of_many(plan_folder, run, one_rank_here):
+    code, out, err = run("verify", plan_folder / "plan.json", "--world", "8", "--steps", "2", "--json")
+    assert code == 0, out + err
+    document = json.loads(out)
     assert document["ok"] is True and len(document["ranks"]) == 1
     line = start.load_plan(plan_folder / "plan.json").ledger.line("optim.master.block")
     (eighths,) = [x for x in document["ranks"][0]["lines"] if x["name"] == "optim.master.block"]

@@ -27,7 +27,7 @@ from zplan.runtime import deterministic
 from zplan.runtime.initialize import initialize
 from zplan.runtime.launch import rank_environment
 
-STEPS = 20
+STEPS = 6
 
 
 def train(rank: int, world_size: int, config: dict[str, Any]) -> str:

@@ -11,7 +11,8 @@ WHERE = "in step 4, phase `backward.blocks.1`"
     ("how", "said"),
     [
         ("kill", f"rank 1 was ended by SIGKILL {WHERE}"),
-        ("raise", f"rank 1 failed {WHERE}: ValueError: seven"),
+        # A rank that raises: a script that fails in tests/test_cli_run.py, and ranks without torch in test_launch.py.
+        pytest.param("raise", f"rank 1 failed {WHERE}: ValueError: seven", marks=pytest.mark.slow),
         ("diverge", "ranks run different collectives: rank 0: exchange of head; rank 1: all_gather of embed; rank "),
     ],
 )

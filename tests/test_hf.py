@@ -22,16 +22,17 @@ RECIPE = "hf_models:recipe"
 
 
 @lru_cache
-def reference(name: str, checkpointing: str = "none") -> dict[str, Any]:
-    return m.reference("hf_models:build", (name, checkpointing), steps=3, world_size=2)
+def reference(name: str, world_size: int = 2, recipe: str = "any_model:plain") -> dict[str, Any]:
+    """Without checkpointing, which changes nothing."""
+    return m.reference("hf_models:build", (name,), steps=3, world_size=world_size, recipe=recipe)
 
 
 def check(run_ranks: Any, cases: dict[str, tuple[str, str, int]]) -> None:
     """`name -> (model, checkpointing, stage)` on two ranks, all in one start."""
     calls = {key: ("hf_models:build", (name, how), m.config(stage), 3) for key, (name, how, stage) in cases.items()}
     results = run_ranks(2, m.train_each, calls, limit=200)
-    for key, (name, how, stage) in cases.items():
-        m.equal([r[key] for r in results], reference(name, how))
+    for key, (name, _how, stage) in cases.items():
+        m.equal([r[key] for r in results], reference(name))
         blocks = [unit for unit in results[0][key]["ringed"] if unit[-1].isdigit()]
         assert len(blocks) == (4 if stage == 3 else 0), key
 
@@ -52,14 +53,15 @@ def test_causal_models_at_stage_3(run_ranks, checkpointing):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("stage", "checkpointing"), [(1, "none"), (3, "none"), (3, "plain")])
+@pytest.mark.parametrize(
+    ("stage", "checkpointing"), [(1, "none"), pytest.param(3, "none", marks=pytest.mark.slow), (3, "plain")]
+)
 def test_other_families_on_three_ranks(run_ranks, stage, checkpointing):
     """Three on purpose: nothing divides evenly. Encoders, an encoder with a decoder, and images among them."""
     cases = {name: ("hf_models:build", (name, checkpointing), m.config(stage), 3, RECIPE) for name in OTHERS}
     results = run_ranks(3, m.train_each, cases, limit=200)
     for name in OTHERS:
-        expected = m.reference("hf_models:build", (name,), steps=3, world_size=3, recipe=RECIPE)
-        m.equal([r[name] for r in results], expected)
+        m.equal([r[name] for r in results], reference(name, 3, RECIPE))
         assert bool(results[0][name]["ringed"]) == (stage == 3), name
 
 

@@ -266,11 +266,19 @@ KINDS = [
     # Long enough for a peak in attention.
     (3, 40, "bf16", "full", "eager"),
 ]
+FUSED, MADE_AGAIN = KINDS[0], KINDS[3]
+
+
+def runs(name: str, kind: tuple[int, int, str, str, str]) -> bool:
+    """The class of gemma2 refuses fused attention, and gemma3 masks it from its window on."""
+    return kind[4] == "eager" or not (name.startswith(EAGER_ONLY) or (name == "gemma3_text" and kind[1] > 32))
+
+
 GRID = [
-    (name, *kind)
+    # Where a class has fused attention too, that one is made again in the plain run.
+    pytest.param(name, *kind, marks=[pytest.mark.slow] if kind is MADE_AGAIN and runs(name, FUSED) else [])
     for name, kind in product(CASES, KINDS)
-    # The class of gemma2 refuses fused attention, and gemma3 masks it from its window on.
-    if kind[4] == "eager" or not (name.startswith(EAGER_ONLY) or (name == "gemma3_text" and kind[1] > 32))
+    if runs(name, kind)
 ]
 
 

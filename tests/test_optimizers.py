@@ -20,7 +20,7 @@ from zplan.runtime.foreign import try_out
 from zplan.runtime.initialize import initialize, summon
 from zplan.runtime.verify import Meter
 
-STEPS = 5
+STEPS = 4
 
 
 class Lion(torch.optim.Optimizer):

@@ -7,6 +7,7 @@ import test_engine
 import torch
 import workload as w
 from test_engine import exact
+from test_ring import drifted
 
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
@@ -99,23 +100,10 @@ def test_ranks_with_tokens_of_their_own_have_not_drifted(run_ranks):
     assert first == second and all(n > 0 for n in first)
 
 
-def broken_gather(rank: int, world_size: int) -> str:
-    """A weight that is whole on every rank changes on one between its gather and the step, in a step of comparison."""
-    config = w.config(2, precision="bf16", check_replicas_every=1)
-    engine, *_ = initialize(model=w.build(w.LLAMA4), config=config, init=w.fill, checked=False)
-    engine.backward(engine(*w.batch(w.LLAMA4.vocab, 0, rank, 0)))
-    if rank == 1:
-        engine.units[2].buffer[5] += 1.0
-    try:
-        engine.step()
-    except ZplanError as error:
-        return error.message
-    return ""
-
-
 @pytest.mark.gloo
 def test_whole_weights_are_compared_below_stage_3(run_ranks):
-    for message in run_ranks(2, broken_gather):
+    config = w.config(2, precision="bf16", check_replicas_every=1)
+    for message in run_ranks(2, drifted, config, False):
         assert message.startswith("unit `blocks.1` differs between ranks in step 1: ranks [1]")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import workload as w
@@ -155,10 +157,10 @@ def test_ranks_that_run_another_order_are_named(run_ranks):
         assert "different orders in the first step: rank 1 ran `blocks.0`" in message
 
 
-def drifted(rank: int, world_size: int) -> str:
-    engine, *_ = initialize(model=w.build(w.LLAMA4), config=w.config(0), init=w.fill, checked=True)
-    loss = engine(*w.batch(w.LLAMA4.vocab, 0, rank, 0))
-    engine.backward(loss)
+def drifted(rank: int, world_size: int, config: dict[str, Any], checked: bool) -> str:
+    """What a step says when a weight, whole on every rank, changed on one after its use."""
+    engine, *_ = initialize(model=w.build(w.LLAMA4), config=config, init=w.fill, checked=checked)
+    engine.backward(engine(*w.batch(w.LLAMA4.vocab, 0, rank, 0)))
     if rank == 1:
         engine.units[2].buffer[5] += 1.0
     try:
@@ -170,7 +172,7 @@ def drifted(rank: int, world_size: int) -> str:
 
 @pytest.mark.gloo
 def test_checked_mode_finds_replicas_that_drift(run_ranks):
-    for message in run_ranks(2, drifted):
+    for message in run_ranks(2, drifted, w.config(0), True):
         assert "unit `blocks.1` differs between ranks" in message and "[1]" in message
 
 
