@@ -131,9 +131,9 @@ class Block:
         if "mlp.experts.down_proj" in self.p:
             return experts(op, self.p, self.arch, x)
         if not self.style.gated:
-            x = op.named("up", self.linear(x, self.style.feed[0]))
-            x = op.named(f"{act}(up)", activate(op, x, act))
-            return self.linear(x, self.style.feed[1])
+            up = op.named("up", self.linear(x, self.style.feed[0]))
+            up = op.named(f"{act}(up)", activate(op, up, act))
+            return self.linear(up, self.style.feed[1])
         if self.style.feed_fused:
             up = self.linear(x, "mlp.gate_up_proj")
             gate, up = op.split(op.named("gate, up", up), 2)
