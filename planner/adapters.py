@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zplan.planner.aten import NF4_BLOCK
+from zplan.planner.aten_devices import NF4_BLOCK
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.models import LORA_A, LORA_B, Adapters, ModelSpec, Param, Unit
 

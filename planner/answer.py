@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zplan.planner.activations import counted
-from zplan.planner.activities import Activity, activities
+from zplan.planner.activities import activities
+from zplan.planner.activity import Activity
 from zplan.planner.comm import Traffic, textbook_traffic
 from zplan.planner.errors import ZplanError
+from zplan.planner.evaluation import Row
 from zplan.planner.hardware import Hardware, hardware_from
 from zplan.planner.ledger import Line
 from zplan.planner.models import ModelSpec
 from zplan.planner.request import Request
-from zplan.planner.search import STAGES, Row, Search
+from zplan.planner.search import STAGES, Search
 from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import textbook_states
 from zplan.planner.tiers import TierUse, tier_uses
@@ -266,7 +268,7 @@ def _notes(search: Search) -> tuple[str, ...]:
 
 def make_plan(request: Request) -> Plan:
     """The plan of a parsed request."""
-    from zplan.planner.dsconfig import from_choice
+    from zplan.planner.dswriting import from_choice
     from zplan.planner.plan_file import Plan
 
     search = open_search(request, remainder=False)

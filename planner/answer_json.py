@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
+from zplan.planner.evaluation import Row
 from zplan.planner.ledger import Kind, Ledger, Line, Tier
 from zplan.planner.models import adapter_values, architecture_values
-from zplan.planner.search import Row
 from zplan.planner.textbook import TEXTBOOK, runtime_rate
 from zplan.planner.writing import render
 
 if TYPE_CHECKING:
-    from zplan.planner.activities import Activity
+    from zplan.planner.activity import Activity
     from zplan.planner.answer import Estimate
 
 

@@ -1,7 +1,8 @@
 """What each op of torch allocates, saves for backward and allocates in backward.
 
 One method per op that a decoder uses, named as in torch. Each rule was read off torch's dispatch stream; what differs
-between devices is in `DeviceTable` and nowhere else.
+between devices is in `planner/aten_devices.py` and nowhere else. Views and copies are in `planner/aten_views.py`, what
+works element by element in `planner/aten_pointwise.py`.
 
 Values have an itemsize instead of a dtype: 2 bf16, 4 fp32, 8 int64, 1 bool.
 """
@@ -9,398 +10,18 @@ Values have an itemsize instead of a dtype: 2 bf16, 4 fp32, 8 int64, 1 bool.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal
 
-from zplan.planner.layout import ceil_to
-from zplan.planner.strides import dense_like, row_major, view_strides
-from zplan.planner.tape import TILE_32, TILE_128, Storage, Tape, Value
+from zplan.planner.aten_devices import BF16, FP32, INT64, NF4_BLOCK, Grads, Outs, tile_of
+from zplan.planner.aten_pointwise import Pointwise, factors
+from zplan.planner.graph import Value
+from zplan.planner.monomials import TILE_32, TILE_128
+from zplan.planner.strides import row_major
 
-INT64, FP32, BF16, BOOL = 8, 4, 2, 1
-AttentionKernel = Literal["cpu", "flash", "efficient"]
 
-
-class DeviceTable(NamedTuple):
-    """The ways in which devices differ.
-
-    Attributes
-    ----------
-    in_place_accumulation
-        Whether a second gradient is added into the first one's buffer. Not under the dispatch mode that measures on a
-        CPU: see [Note: observer effect] in `runtime/meter.py`.
-    fused_rms_norm
-        One kernel that saves its input and an fp32 reciprocal root per row; else a chain of elementwise ops in fp32.
-    layer_norm_stats
-        Itemsize of LayerNorm's mean and reciprocal deviation; None: that of the input.
-    attention
-        Kernel of fused attention by itemsize. `cpu` and `flash`: the output in the memory order of the queries, a
-        log-sum-exp per head and token. `efficient`: the output and the gradients row-major as (B, T, H, D), the
-        log-sum-exp padded to 32 tokens.
-    kernels
-        Whether what kernels allocate for themselves is seen: by CUDA's allocator yes, by a dispatch mode no.
-    """
-
-    in_place_accumulation: bool
-    fused_rms_norm: bool
-    layer_norm_stats: int | None
-    attention: Mapping[int, AttentionKernel]
-    kernels: bool
-
-
-DEVICES = {
-    "cpu": DeviceTable(
-        in_place_accumulation=False,
-        fused_rms_norm=False,
-        layer_norm_stats=None,
-        attention={BF16: "cpu", FP32: "cpu"},
-        kernels=False,
-    ),
-    "cuda": DeviceTable(
-        in_place_accumulation=True,
-        fused_rms_norm=True,
-        layer_norm_stats=FP32,
-        attention={BF16: "flash", FP32: "efficient"},
-        kernels=True,
-    ),
-}
-
-Grads = list[Value]
-Outs = list["Value | None"]
-
-
-def _factors(a: Value, b: Value) -> list[Value]:
-    """What a product saves: each factor, where the other one needs a gradient."""
-    return [x for x, other in ((a, b), (b, a)) if other.node is not None]
-
-
-NF4_BLOCK = 64
-"""Elements of a 4-bit weight that share one constant."""
-
-SORT_ABOVE = 3072
-"""Tokens up to which the backward of an embedding needs no sorting on CUDA."""
-ROWS_PER_SEGMENT = 10
-
-
-def embedding_sort_bytes(tokens: int, rows: int, width: int) -> int:
-    """What `embedding_dense_backward` holds on CUDA beside its result (torch 2.11, EmbeddingBackwardKernel.cu).
-
-    Gradients of one row of the table lie together once the ids are sorted. They are summed in stretches of at most ten,
-    each of which has an fp32 row of partial sums, whatever the compute dtype. The temporary of the sort itself is gone
-    by then, and smaller for any table of some width.
-
-    Parameters
-    ----------
-    tokens
-        Ids looked up.
-    rows, width
-        Extents of the table. At most `rows` of the ids differ.
-    """
-    if tokens <= SORT_ABOVE:
-        return 0
-    segments = min(tokens, rows)
-    stretches = tokens // ROWS_PER_SEGMENT + segments
-    lists = 3 * tokens + 2 * segments + stretches + 2
-    return INT64 * lists + FP32 * width * stretches
-
-
-def tile_of(head_dim: int) -> int:
-    """Head width that flash attention's backward accumulates in."""
-    return ceil_to(head_dim, 32 if head_dim <= 128 else 64)
-
-
-class Aten:
-    """Ops over one tape."""
-
-    def __init__(self, tape: Tape, table: DeviceTable) -> None:
-        self.tape, self.table = tape, table
-        self.adapters: dict[Storage, tuple[Value, Value]] = {}
-        """Low-rank factors (rank, in) and (out, rank) beside a frozen weight."""
-        self.quantized: set[Storage] = set()
-        """Weights of 4 bits, which every product makes whole first."""
-        self.masked = False
-        """Whether fused attention takes a mask: of a padded batch."""
-        self.fused = False
-        """Whether the built-in decoder runs our own kernels: `planner/fused.py`."""
-
-    def named(self, label: str, x: Value) -> Value:
-        """Give a value's storage a name for people."""
-        x.storage.label = label
-        return x
-
-    # Views and copies
-
-    def view(self, x: Value, shape: Sequence[int]) -> Value:
-        strides = view_strides(x.shape, x.strides, shape)
-        assert strides is not None, f"view of {x.shape} with strides {x.strides} as {shape}"
-        return self._view(x, shape, strides)
-
-    def _view(self, x: Value, shape: Sequence[int], strides: tuple[int, ...]) -> Value:
-        old = x.shape
-        node = self.tape.node([x], lambda g, s: [self.reshape(g[0], old)])
-        out = x.view(shape, strides)
-        self.tape.finish(node, out)
-        return out
-
-    def reshape(self, x: Value, shape: Sequence[int]) -> Value:
-        """A view where strides allow, else a row-major copy."""
-        strides = view_strides(x.shape, x.strides, shape)
-        if strides is None:
-            return self._view(self.clone(x), shape, row_major(shape))
-        return self._view(x, shape, strides)
-
-    def clone(self, x: Value) -> Value:
-        """Row-major copy; its gradient passes through."""
-        node = self.tape.node([x], lambda g, s: [g[0].alias()])
-        out = self.tape.new(x.shape, x.itemsize, "clone")
-        self.tape.finish(node, out)
-        return out
-
-    def transpose(self, x: Value, a: int, b: int) -> Value:
-        node = self.tape.node([x], lambda g, s: [self.transpose(g[0], a, b)])
-        shape, strides = list(x.shape), list(x.strides)
-        shape[a], shape[b] = shape[b], shape[a]
-        strides[a], strides[b] = strides[b], strides[a]
-        out = x.view(shape, tuple(strides))
-        self.tape.finish(node, out)
-        return out
-
-    def expand(self, x: Value, shape: Sequence[int]) -> Value:
-        """Broadcast without bytes; its gradient is summed."""
-        node = self.tape.node([x], lambda g, s: [g[0].alias()])
-        strides = tuple(0 if n != m else s for n, m, s in zip(shape, x.shape, x.strides, strict=True))
-        out = x.view(shape, strides)
-        self.tape.finish(node, out)
-        return out
-
-    def split(self, x: Value, parts: int) -> list[Value]:
-        """Equal parts of the last dim; their gradients are concatenated."""
-        node = self.tape.node([x], lambda g, s: [self.cat(g)])
-        shape = (*x.shape[:-1], x.shape[-1] // parts)
-        out = [x.view(shape, x.strides) for _ in range(parts)]
-        self.tape.finish(node, *out)
-        return out
-
-    def split_rows(self, x: Value, sizes: Sequence[int]) -> list[Value]:
-        """Parts of the first dim; their gradients are concatenated."""
-        shape, itemsize = x.shape, x.itemsize
-        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "cat")])
-        out = [x.view((n, *shape[1:]), x.strides) for n in sizes]
-        self.tape.finish(node, *out)
-        return out
-
-    def stack(self, xs: Sequence[Value]) -> Value:
-        """Scalars to one vector; the gradients are its elements."""
-        count = len(xs)
-        node = self.tape.node(xs, lambda g, s: [g[0].view((), ()) for _ in range(count)])
-        out = self.tape.new((count,), xs[0].itemsize, "stack")
-        self.tape.finish(node, out)
-        return out
-
-    def narrow(self, x: Value, start: int, length: int) -> Value:
-        """`x[..., start:start + length]`; its gradient is written into zeros."""
-        shape, itemsize = x.shape, x.itemsize
-        if length == shape[-1]:
-            return self.view(x, shape)
-        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "slice.grad")])
-        out = x.view((*shape[:-1], length), x.strides)
-        self.tape.finish(node, out)
-        return out
-
-    def contiguous(self, x: Value) -> Value:
-        """Itself where it is row-major, else a copy."""
-        same = all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, row_major(x.shape), strict=True))
-        return x if same else self.clone(x)
-
-    def cat(self, xs: Sequence[Value]) -> Value:
-        """Concatenation along the last dim; the gradients are slices."""
-        shapes = [x.shape for x in xs]
-        node = self.tape.node(xs, lambda g, s: [g[0].view(n, g[0].strides) for n in shapes])
-        out = self.tape.new((*xs[0].shape[:-1], sum(n[-1] for n in shapes)), xs[0].itemsize, "cat")
-        self.tape.finish(node, out)
-        return out
-
-    def cat_tokens(self, xs: Sequence[Value]) -> Value:
-        """Concatenation of (B, T, C) along T; the gradients are slices."""
-        shapes = [x.shape for x in xs]
-        node = self.tape.node(xs, lambda g, s: [g[0].view(n, g[0].strides) for n in shapes])
-        b, _, c = shapes[0]
-        out = self.tape.new((b, sum(n[1] for n in shapes), c), xs[0].itemsize, "cat")
-        self.tape.finish(node, out)
-        return out
-
-    def select_token(self, x: Value) -> Value:
-        """The first of (B, T, C), a view (B, C); its gradient is written into zeros."""
-        shape, itemsize = x.shape, x.itemsize
-        node = self.tape.node([x], lambda g, s: [self.tape.new(shape, itemsize, "select.grad")])
-        out = x.view((shape[0], shape[2]), (x.strides[0], x.strides[2]))
-        self.tape.finish(node, out)
-        return out
-
-    def to(self, x: Value, itemsize: int) -> Value:
-        if x.itemsize == itemsize:
-            return x
-        old = x.itemsize
-        node = self.tape.node([x], lambda g, s: [self.to(g[0], old)])
-        label = x.storage.label.removesuffix(" cast") + " cast"
-        out = self.like(x, label, itemsize)
-        self.tape.finish(node, out)
-        return out
-
-    def like(self, x: Value, label: str, itemsize: int | None = None) -> Value:
-        """A new value in the shape and memory order of `x`, without a node."""
-        return self.tape.new(x.shape, itemsize or x.itemsize, label, strides=dense_like(x.shape, x.strides))
-
-    # Elementwise
-
-    def add(self, a: Value, b: Value) -> Value:
-        node = self.tape.node([a, b], lambda g, s: [g[0].alias(), g[0].alias()])
-        out = self.like(a, "add")
-        self.tape.finish(node, out)
-        return out
-
-    def sub(self, a: Value, b: Value) -> Value:
-        second = b.node is not None
-        node = self.tape.node([a, b], lambda g, s: [g[0].alias(), self.like(g[0], "neg") if second else None])
-        out = self.like(a, "sub")
-        self.tape.finish(node, out)
-        return out
-
-    def mul(self, a: Value, b: Value) -> Value:
-        """`b` may be smaller and broadcast, and of another itemsize; the wider one wins."""
-        wide = max(a.itemsize, b.itemsize)
-        first, second = a.node is not None, b.node is not None
-
-        def backward(g: Grads, s: Grads) -> Outs:
-            other = self.like(g[0], "mul") if second else None
-            return [self.like(g[0], "mul") if first else None, other]
-
-        node = self.tape.node([a, b], backward, *_factors(a, b))
-        out = self.like(a, "mul", wide)
-        self.tape.finish(node, out)
-        return out
-
-    def scale(self, x: Value) -> Value:
-        """Times a Python number."""
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], "mul")])
-        out = self.like(x, "mul")
-        self.tape.finish(node, out)
-        return out
-
-    def add_number(self, x: Value) -> Value:
-        """Plus a Python number."""
-        node = self.tape.node([x], lambda g, s: [g[0].alias()])
-        out = self.like(x, "add")
-        self.tape.finish(node, out)
-        return out
-
-    def add_(self, x: Value, y: Value) -> Value:
-        """In place."""
-        node = self.tape.node([x, y], lambda g, s: [g[0].alias(), g[0].alias()])
-        out = x.alias()
-        self.tape.finish(node, out)
-        return out
-
-    def scale_(self, x: Value) -> Value:
-        """In place times a Python number."""
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], "div")])
-        out = x.alias()
-        self.tape.finish(node, out)
-        return out
-
-    def neg(self, x: Value) -> Value:
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], "neg")])
-        out = self.like(x, "neg")
-        self.tape.finish(node, out)
-        return out
-
-    def square(self, x: Value) -> Value:
-        def backward(g: Grads, s: Grads) -> Outs:
-            power = self.like(g[0], "pow")
-            scaled = self.like(g[0], "mul")
-            out = self.like(g[0], "mul")
-            del power, scaled
-            return [out]
-
-        node = self.tape.node([x], backward, x)
-        out = self.like(x, "pow")
-        self.tape.finish(node, out)
-        return out
-
-    def mean(self, x: Value) -> Value:
-        """Over the last dim, which stays as 1; in fp32."""
-        sizes = x.shape
-        node = self.tape.node([x], lambda g, s: [self.tape.new(sizes, FP32, "div")])
-        out = self.tape.new((*sizes[:-1], 1), FP32, "mean")
-        self.tape.finish(node, out)
-        return out
-
-    def rsqrt(self, x: Value) -> Value:
-        def backward(g: Grads, s: Grads) -> Outs:
-            cube = self.like(g[0], "pow")
-            half = self.like(g[0], "mul")
-            out = self.like(g[0], "mul")
-            del cube, half
-            return [out]
-
-        node = self.tape.node([x], backward)
-        out = self.like(x, "rstd")
-        self.tape.finish(node, out, saved=[out])
-        return out
-
-    def unary(self, x: Value, label: str) -> Value:
-        """`silu`, `gelu`: saves its input, backward in one kernel."""
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], f"{label}.grad")], x)
-        out = self.like(x, label)
-        self.tape.finish(node, out)
-        return out
-
-    def relu(self, x: Value) -> Value:
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], "relu.grad")])
-        out = self.like(x, "relu")
-        self.tape.finish(node, out, saved=[out])
-        return out
-
-    def tanh(self, x: Value) -> Value:
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], "tanh.grad")])
-        out = self.like(x, "tanh")
-        self.tape.finish(node, out, saved=[out])
-        return out
-
-    def dropout(self, x: Value) -> Value:
-        """Training's, of any probability but 0. A GPU keeps a mask of bytes, a CPU the factors in the input's dtype."""
-        if not self.table.kernels:
-            return self.mul(x, self.like(x, "dropout.mask"))
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], "dropout.grad")])
-        out = self.like(x, "dropout")
-        mask = self.like(x, "dropout.mask", BOOL)
-        self.tape.finish(node, out, saved=[mask])
-        return out
-
-    def masked_fill(self, x: Value, mask: Value) -> Value:
-        node = self.tape.node([x], lambda g, s: [self.like(g[0], "masked_fill")], mask)
-        out = self.like(x, "masked_fill")
-        self.tape.finish(node, out)
-        return out
-
-    def softmax(self, x: Value, label: str) -> Value:
-        """`_softmax` and `_log_softmax`: save their output."""
-
-        def backward(g: Grads, s: Grads) -> Outs:
-            # On CUDA the softmax's backward multiplies gradient and output into a buffer first; log-softmax does not.
-            product = (
-                self.tape.workspace(g[0].numel * g[0].itemsize, "softmax.product") if self._multiplies(label) else None
-            )
-            out = self.like(g[0], f"{label}.grad")
-            del product
-            return [out]
-
-        node = self.tape.node([x], backward)
-        out = self.like(x, label)
-        self.tape.finish(node, out, saved=[out])
-        return out
-
-    def _multiplies(self, label: str) -> bool:
-        return self.table.kernels and label == "softmax"
+class Aten(Pointwise):
+    """Ops over one tape: products, routing, attention and both ends of a model, and what they stand on."""
 
     # Matrix products
 
@@ -466,7 +87,7 @@ class Aten:
             second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0])) if right else None
             return [self.tape.new(a_shape, g[0].itemsize, "mm.input") if left else None, second]
 
-        node = self.tape.node([a, b], backward, *_factors(a, b))
+        node = self.tape.node([a, b], backward, *factors(a, b))
         out = self._made(a, b, "mm")
         self.tape.finish(node, out)
         return out
@@ -491,7 +112,7 @@ class Aten:
             second = self.tape.new(b_shape, g[0].itemsize, "mm.weight", strides=(1, b_shape[0])) if right else None
             return [g[0].alias(), first, second]
 
-        node = self.tape.node([bias, a, b], backward, *_factors(a, b))
+        node = self.tape.node([bias, a, b], backward, *factors(a, b))
         out = self._made(a, b, "addmm")
         self.tape.finish(node, out)
         return out
@@ -512,9 +133,25 @@ class Aten:
             second = self.tape.new(b_shape, g[0].itemsize, "bmm") if right else None
             return [self.tape.new(a_shape, g[0].itemsize, "bmm") if left else None, second]
 
-        node = self.tape.node([a, b], backward, *_factors(a, b))
+        node = self.tape.node([a, b], backward, *factors(a, b))
         self.tape.multiply(*a_shape, b_shape[2])
         out = self.tape.new((*a.shape[:2], b.shape[2]), a.itemsize, "bmm")
+        self.tape.finish(node, out)
+        return out
+
+    def grouped_mm(self, x: Value, weight: Value, offsets: Value) -> Value:
+        """Rows (S, in), sorted by expert, times their expert's matrix of (E, in, out)."""
+        x_shape, w_shape, w_strides = x.shape, weight.shape, weight.strides
+        left, right = x.node is not None, weight.node is not None
+
+        def backward(g: Grads, s: Grads) -> Outs:
+            self.tape.multiply(*x_shape, w_shape[2], times=left + right)
+            second = self.tape.new(w_shape, g[0].itemsize, "mm.weight", strides=w_strides) if right else None
+            return [self.tape.new(x_shape, g[0].itemsize, "mm.input") if left else None, second]
+
+        node = self.tape.node([x, weight], backward, *factors(x, weight), offsets)
+        self.tape.multiply(*x_shape, w_shape[2])
+        out = self.tape.new((x_shape[0], w_shape[2]), x.itemsize, "grouped_mm")
         self.tape.finish(node, out)
         return out
 
@@ -593,88 +230,7 @@ class Aten:
         self.tape.finish(node, out)
         return out
 
-    def unsqueeze_last(self, x: Value) -> Value:
-        """(N,) to (N, 1)."""
-        return self.view(x, (*x.shape, 1))
-
-    def grouped_mm(self, x: Value, weight: Value, offsets: Value) -> Value:
-        """Rows (S, in), sorted by expert, times their expert's matrix of (E, in, out)."""
-        x_shape, w_shape, w_strides = x.shape, weight.shape, weight.strides
-        left, right = x.node is not None, weight.node is not None
-
-        def backward(g: Grads, s: Grads) -> Outs:
-            self.tape.multiply(*x_shape, w_shape[2], times=left + right)
-            second = self.tape.new(w_shape, g[0].itemsize, "mm.weight", strides=w_strides) if right else None
-            return [self.tape.new(x_shape, g[0].itemsize, "mm.input") if left else None, second]
-
-        node = self.tape.node([x, weight], backward, *_factors(x, weight), offsets)
-        self.tape.multiply(*x_shape, w_shape[2])
-        out = self.tape.new((x_shape[0], w_shape[2]), x.itemsize, "grouped_mm")
-        self.tape.finish(node, out)
-        return out
-
-    # Norms
-
-    def rms_norm(self, x: Value, weight: Value) -> Value:
-        if self.table.fused_rms_norm:
-            return self._fused_rms_norm(x, weight)
-        up = self.to(x, FP32)
-        square = self.square(up)
-        mean = self.mean(square)
-        # `add_(eps)`: in place, a node of its own.
-        node = self.tape.node([mean], lambda g, s: [g[0].alias()])
-        self.tape.finish(node, mean)
-        root = self.rsqrt(mean)
-        # One expression in C++: its temporaries live to its end.
-        del square, mean
-        normed = self.named("normed, before weight", self.mul(up, root))
-        normed = self.named("normed", self.mul(normed, weight))
-        return self.to(normed, x.itemsize)
-
-    def _fused_rms_norm(self, x: Value, weight: Value) -> Value:
-        wanted = [v.node is not None for v in (x, weight)]
-
-        def backward(g: Grads, s: Grads) -> Outs:
-            labels = ("rms_norm.grad", "rms_norm.weight")
-            return [self.like(v, label) if w else None for v, label, w in zip(s, labels, wanted, strict=False)]
-
-        node = self.tape.node([x, weight], backward, x, weight)
-        out = self.tape.new(x.shape, x.itemsize, "rms_norm")
-        root = self.tape.new((*x.shape[:-1], 1), FP32, "rstd")
-        self.tape.finish(node, out, saved=[root])
-        return out
-
-    def layer_norm(self, x: Value, weight: Value, bias: Value) -> Value:
-        wanted = [v.node is not None for v in (x, weight, bias)]
-
-        def backward(g: Grads, s: Grads) -> Outs:
-            labels = ("norm.grad", "norm.weight", "norm.bias")
-            return [self.like(v, label) if w else None for v, label, w in zip(s, labels, wanted, strict=False)]
-
-        node = self.tape.node([x, weight, bias], backward, x, weight, bias)
-        out = self.tape.new(x.shape, x.itemsize, "layer_norm")
-        stats = self.table.layer_norm_stats or x.itemsize
-        mean = self.tape.new((*x.shape[:-1], 1), stats, "mean")
-        rstd = self.tape.new((*x.shape[:-1], 1), stats, "rstd")
-        self.tape.finish(node, out, saved=[mean, rstd])
-        return out
-
     # Attention
-
-    def repeat_interleave(self, x: Value, times: int) -> Value:
-        """Each head `times` over: (B, G, T, D) to (B, G * times, T, D)."""
-        b, g, t, d = x.shape
-        wide = self.expand(self.unsqueeze(x, 2), (b, g, times, t, d))
-        return self.view(self.clone(wide), (b, g * times, t, d))
-
-    def unsqueeze(self, x: Value, dim: int) -> Value:
-        """A dim of 1 before `dim`."""
-        old = x.shape
-        node = self.tape.node([x], lambda g, s: [g[0].view(old, g[0].strides[:dim] + g[0].strides[dim + 1 :])])
-        stride = x.strides[dim] * old[dim]
-        out = x.view((*old[:dim], 1, *old[dim:]), (*x.strides[:dim], stride, *x.strides[dim:]))
-        self.tape.finish(node, out)
-        return out
 
     def shares_heads(self, q: Value) -> bool:
         """Whether fused attention takes fewer key than query heads as they are."""

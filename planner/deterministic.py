@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zplan.planner.aten import BF16, FP32, tile_of
+from zplan.planner.aten_devices import BF16, FP32, tile_of
 from zplan.planner.buffers import in_rank_order
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError

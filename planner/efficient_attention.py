@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zplan.planner.graph import Value
 from zplan.planner.layout import ceil_to
-from zplan.planner.tape import TILE_128, Tape, Value
+from zplan.planner.monomials import TILE_128
+from zplan.planner.tape import Tape
 
 FP32, BF16 = 4, 2
 KEYS = 64

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.evaluation import Row
 from zplan.planner.halving import largest_multiple, last_good
 from zplan.planner.peer_rules import model_ranks
 from zplan.planner.request import Request
-from zplan.planner.search import Row, Search
+from zplan.planner.search import Search
 from zplan.planner.sequence import IMAGES, SEQ_STEP
 from zplan.planner.units import GIB, format_count, format_gib
 

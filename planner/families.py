@@ -12,11 +12,12 @@ from functools import partial
 from typing import NamedTuple
 
 from zplan.planner import fused
-from zplan.planner.aten import BOOL, FP32, INT64, Aten
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import BOOL, FP32, INT64
 from zplan.planner.config import Attention, Checkpointing, CrossEntropy, Kernels
+from zplan.planner.graph import UnitGradients, Value
 from zplan.planner.losses import chunked_cross_entropy, cross_entropy
 from zplan.planner.models import LORA_A, LORA_B, Architecture, Unit
-from zplan.planner.tape import UnitGradients, Value
 
 Params = dict[str, Value]
 Block = Callable[..., Value]

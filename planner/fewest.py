@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zplan.planner.config import Offload
+from zplan.planner.evaluation import Row
 from zplan.planner.extremes import MOST_GPUS, Open, fewest
 from zplan.planner.request import Request, Tuning
-from zplan.planner.search import Row, Search
+from zplan.planner.search import Search
 
 COMMON = (
     "RTX 4090",

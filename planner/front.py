@@ -9,8 +9,9 @@ from typing import Any
 from zplan.planner.batch import Batch
 from zplan.planner.config import Choice, Offload
 from zplan.planner.errors import ZplanError
+from zplan.planner.evaluation import Row
 from zplan.planner.runnable import limits
-from zplan.planner.search import TIE, Row, Search
+from zplan.planner.search import TIE, Search
 from zplan.planner.step_time import StepTime
 from zplan.planner.timing import told
 from zplan.planner.units import format_gib

@@ -6,11 +6,13 @@ as they are: locals and nesting are those of `cuda_ops/reference.py` on purpose 
 
 from __future__ import annotations
 
-from zplan.planner.aten import BOOL, FP32, INT64, Aten, Grads, Outs
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import BOOL, FP32, INT64, Grads, Outs
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
+from zplan.planner.graph import Value
 from zplan.planner.layout import ceil_to
-from zplan.planner.tape import CHUNK, Value
+from zplan.planner.monomials import CHUNK
 
 CHUNK_TOKENS = 2048
 """Tokens of one chunk of logits, where `CHUNK_BYTES` does not say less. With much fewer, reading and writing the

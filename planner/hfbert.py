@@ -6,11 +6,12 @@ scores in compute dtype, as that class does.
 
 from __future__ import annotations
 
-from zplan.planner.aten import INT64, Aten
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import INT64
 from zplan.planner.config import Attention
 from zplan.planner.families import Params, StepTape
+from zplan.planner.graph import Value
 from zplan.planner.models import Architecture
-from zplan.planner.tape import Value
 
 
 class BertTape(StepTape):

@@ -5,10 +5,11 @@ See [Note: lifetimes] in `planner/tape.py`. What it shares with Falcon's is in `
 
 from __future__ import annotations
 
-from zplan.planner.aten import FP32, INT64, Aten, Grads, Outs
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import FP32, INT64, Grads, Outs
+from zplan.planner.graph import Value
 from zplan.planner.hfgpts import PairBlock, PairTape
 from zplan.planner.hfops import one_of
-from zplan.planner.tape import Value
 
 INT32 = 4
 

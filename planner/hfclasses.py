@@ -1,4 +1,4 @@
-"""Which step on a tape a Hugging Face class has; a new one has a row here, and one in `STYLES` of `hfblocks.py`."""
+"""Which step on a tape a Hugging Face class has; a new one has a row here, and one in `STYLES` of `hfstyles.py`."""
 
 from __future__ import annotations
 

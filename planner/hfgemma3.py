@@ -7,8 +7,8 @@ not searched for packed sequences, and its logits are never capped.
 
 from __future__ import annotations
 
+from zplan.planner.graph import Value
 from zplan.planner.hftape import ClassTape
-from zplan.planner.tape import Value
 
 
 class Gemma3Tape(ClassTape):

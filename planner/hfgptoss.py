@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zplan.planner.aten import BOOL, FP32, INT64, Aten, Grads, Outs
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import BOOL, FP32, INT64, Grads, Outs
+from zplan.planner.graph import Value
 from zplan.planner.hfblocks import Block
 from zplan.planner.hfmoe import Experts, run_experts
 from zplan.planner.hfops import every_other, sigmoid
 from zplan.planner.hftape import ClassTape
-from zplan.planner.tape import Value
 
 
 class GptOssBlock(Block):

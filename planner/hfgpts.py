@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zplan.planner.aten import FP32, INT64, Aten, Grads, Outs
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import FP32, INT64, Grads, Outs
+from zplan.planner.graph import Value
 from zplan.planner.hfblocks import Block
 from zplan.planner.hfops import first_of, one_of, rotate, rotate_half
 from zplan.planner.hftape import ClassTape
-from zplan.planner.tape import Value
 
 
 class GptjBlock(Block):

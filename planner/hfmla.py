@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zplan.planner.aten import BOOL, FP32, Aten, Grads, Outs
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import BOOL, FP32, Grads, Outs
+from zplan.planner.graph import Value
 from zplan.planner.hfblocks import Block
 from zplan.planner.hfmoe import run_experts
 from zplan.planner.hfops import norm, rotary_tables, rotate, rotate_pairs, sigmoid, split_sizes
 from zplan.planner.hftape import ClassTape
-from zplan.planner.tape import Value
 
 COMPLEX = 8
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zplan.planner.aten import FP32, INT64, Aten
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import FP32, INT64
 from zplan.planner.families import Params
+from zplan.planner.graph import Value
 from zplan.planner.models import Architecture
-from zplan.planner.tape import Value
 
 INT32 = 4
 

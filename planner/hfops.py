@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from zplan.planner.aten import FP32, Aten
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import FP32
 from zplan.planner.families import Params
-from zplan.planner.tape import Value
+from zplan.planner.graph import Value
 
 Norm = Literal["rms", "gemma", "olmo", "mixed", "mixed_olmo", "layer"]
 """`rms`: normed in fp32, cast, times the weight. `gemma`: times (1 + weight) in fp32, cast. `olmo`: times the weight in

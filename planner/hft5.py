@@ -15,16 +15,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from zplan.planner.aten import BOOL, FP32, INT64, Aten
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import BOOL, FP32, INT64
 from zplan.planner.config import Attention
 from zplan.planner.families import Block as Run
 from zplan.planner.families import Params, Recipe
+from zplan.planner.graph import Value
 from zplan.planner.hfmla import attend_plain
 from zplan.planner.hfops import activate
 from zplan.planner.hft5_bias import bias_of_distance, causal_bias, masked_bias
 from zplan.planner.hftape import ClassTape
 from zplan.planner.models import Architecture, Unit
-from zplan.planner.tape import Value
 
 ACTS = ("relu", "gelu_new", "silu", "gelu")
 """Of the feed-forward part: traits `act_NAME`."""

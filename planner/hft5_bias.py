@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 
-from zplan.planner.aten import BOOL, FP32, INT64, Aten, Grads, Outs
-from zplan.planner.tape import Value
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import BOOL, FP32, INT64, Grads, Outs
+from zplan.planner.graph import Value
 
 
 def bias_of_distance(op: Aten, table: Value, seq: int, *, both_ways: bool) -> Value:

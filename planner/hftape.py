@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from zplan.planner.aten import BOOL, FP32, INT64, Aten
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import BOOL, FP32, INT64
 from zplan.planner.families import Params, Recipe, StepTape
-from zplan.planner.hfblocks import STYLES, Block
+from zplan.planner.graph import Value
+from zplan.planner.hfblocks import Block
 from zplan.planner.hfops import norm, rotary_tables
+from zplan.planner.hfstyles import STYLES
 from zplan.planner.models import Architecture, Unit
-from zplan.planner.tape import Value
 
 
 class ClassTape(StepTape):

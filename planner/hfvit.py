@@ -7,10 +7,10 @@ dtype, as that class does. What cuDNN's convolution takes for itself is not coun
 
 from __future__ import annotations
 
-from zplan.planner.aten import FP32, INT64, Grads, Outs
+from zplan.planner.aten_devices import FP32, INT64, Grads, Outs
+from zplan.planner.graph import Value
 from zplan.planner.hfblocks import Block
 from zplan.planner.hftape import ClassTape
-from zplan.planner.tape import Value
 
 
 class VitBlock(Block):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from zplan.planner.aten import FP32, Aten
-from zplan.planner.tape import Value
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import FP32
+from zplan.planner.graph import Value
 
 LOSS_CHUNKS = 8
 """Chunks of tokens; torchtune's default."""

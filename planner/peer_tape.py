@@ -14,12 +14,14 @@ stage 0 leaves them where they are; until its unit is done a gradient is counted
 
 from __future__ import annotations
 
-from zplan.planner.aten import FP32, INT64, Aten, DeviceTable
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import FP32, INT64, DeviceTable
 from zplan.planner.config import ITEMSIZE, Attention, Precision, Runtime
 from zplan.planner.families import BLOCKS, Block, DecoderTape, Params, Recipe, StepTape, attend
+from zplan.planner.graph import Value
 from zplan.planner.losses import cross_entropy
 from zplan.planner.models import Architecture, Unit
-from zplan.planner.tape import Tape, Value
+from zplan.planner.tape import Tape
 
 ROOT_KINDS = ("embed", "norm", "head", "other")
 """Units that lie in FSDP2's root group, for only blocks are wrapped."""

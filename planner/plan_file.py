@@ -9,7 +9,8 @@ from typing import Any
 
 from zplan.planner.config import Choice
 from zplan.planner.dsblocks import EXTRAS
-from zplan.planner.dsconfig import TrainingConfig, to_mapping
+from zplan.planner.dsconfig import TrainingConfig
+from zplan.planner.dswriting import to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Ledger, Line

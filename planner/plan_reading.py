@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from zplan.planner.config import Choice, Device
 from zplan.planner.dsblocks import EXTRAS
-from zplan.planner.dsconfig import FREE, TrainingConfig, from_mapping
+from zplan.planner.dsconfig import TrainingConfig, from_mapping
+from zplan.planner.dswriting import FREE
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.ledger import Kind, Ledger, Line, Source, Tier

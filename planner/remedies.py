@@ -8,8 +8,9 @@ from itertools import product
 
 from zplan.planner.batch import divisors
 from zplan.planner.config import Choice, Offload, Place
+from zplan.planner.evaluation import Row
 from zplan.planner.interval import Margin
-from zplan.planner.search import Row, Search
+from zplan.planner.search import Search
 from zplan.planner.tiers import Memory, TierUse
 from zplan.planner.units import GIB, format_gib
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zplan.planner.comm import textbook_volume
+from zplan.planner.evaluation import Row
 from zplan.planner.interval import told_range, told_spread
 from zplan.planner.peer_rules import NAMES
-from zplan.planner.search import Row
 from zplan.planner.sequence import IMAGES
 from zplan.planner.stacks import stacks_of
 from zplan.planner.textbook import TEXTBOOK

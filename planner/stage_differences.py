@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from zplan.planner.errors import ZplanError
+from zplan.planner.evaluation import Row
 from zplan.planner.ledger import Line
 from zplan.planner.peer_rules import NAMES
 from zplan.planner.request import Request
-from zplan.planner.search import Row, Search
+from zplan.planner.search import Search
 from zplan.planner.units import format_gib
 
 SMALL = 2**20

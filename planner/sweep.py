@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any
 
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.evaluation import Row
 from zplan.planner.extremes import Open
 from zplan.planner.request import Request
-from zplan.planner.search import Row, Search
+from zplan.planner.search import Search
 from zplan.planner.step_time import StepTime
 from zplan.planner.units import format_gib
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from zplan.planner.ledger import Tier
 
 if TYPE_CHECKING:
-    from zplan.planner.activities import Activity
+    from zplan.planner.activity import Activity
     from zplan.planner.folding import Vectors
     from zplan.planner.hardware import Hardware
     from zplan.planner.ledger import Ledger

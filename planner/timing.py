@@ -14,7 +14,8 @@ from zplan.planner.step_time import StepTime
 
 if TYPE_CHECKING:
     from zplan.planner.answer import Estimate
-    from zplan.planner.search import Row, Search
+    from zplan.planner.evaluation import Row
+    from zplan.planner.search import Search
 
 
 DDP: dict[Runtime, Runtime] = {"fsdp2": "ddp"}

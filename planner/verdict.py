@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.config import Choice
+from zplan.planner.evaluation import TRAINING, Row
 from zplan.planner.peer_rules import NAMES
-from zplan.planner.search import TRAINING, Row, Search
+from zplan.planner.search import Search
 from zplan.planner.sequence import DEFAULT_SEQ, IMAGES
 from zplan.planner.tiers import TierUse
 from zplan.planner.units import format_gib, format_percent, format_small

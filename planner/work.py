@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zplan.planner.activations import simulation
 from zplan.planner.config import Choice
 from zplan.planner.models import Adapters, Architecture, ModelSpec
+from zplan.planner.monomials import BASIS
+from zplan.planner.simulation import simulation
 from zplan.planner.stacks import Stacks, stacks_of
-from zplan.planner.tape import BASIS
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ def turn(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def tables(seq: int, wide: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    freqs = torch.arange(seq)[None, :, None].float() * torch.rand(wide // 2)
+def tables(seq: int, wide: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    freqs = torch.arange(seq, device=like.device)[None, :, None].float() * torch.rand(wide // 2, device=like.device)
     both = torch.cat((freqs, freqs), dim=-1)
-    return both.cos().to(dtype), both.sin().to(dtype)
+    return both.cos().to(like.dtype), both.sin().to(like.dtype)
 
 
 class Norm(nn.Module):
@@ -95,7 +95,7 @@ class InternLm2Layer(Gated):
         parts = fused.view(b, t, a.kv_heads, each + 2, a.head_dim)
         q = parts[..., :each, :].reshape(b, t, a.heads, a.head_dim).transpose(1, 2)
         k, v = parts[..., -2, :].transpose(1, 2), parts[..., -1, :].transpose(1, 2)
-        cos, sin = tables(t, a.head_dim, x.dtype)
+        cos, sin = tables(t, a.head_dim, x)
         q, k = self.rotated(q, k, cos, sin)
         return self.o(self.attended(q, k, v, *mask))
 
@@ -136,7 +136,7 @@ class BaichuanLayer(Gated):
         return self.o(out.reshape(b, t, c))
 
     def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = (torch.rand(1, 1, q.shape[2], self.a.head_dim) for _ in range(2))
+        cos, sin = (torch.rand(1, 1, q.shape[2], self.a.head_dim, device=q.device) for _ in range(2))
         q_turned = (q.float() * cos) + (turn(q.float()) * sin)
         k_turned = (k.float() * cos) + (turn(k.float()) * sin)
         return q_turned.to(q.dtype), k_turned.to(k.dtype)
@@ -234,13 +234,13 @@ class Remote(nn.Module):
 
     def features(self, ids: Tensor) -> Tensor:
         embedded, (b, t) = self.embed(ids), ids.shape
-        given: tuple[Tensor, ...] = (torch.arange(t) + 0,)
-        dtype = embedded.dtype
+        dtype, device = embedded.dtype, embedded.device
+        given: tuple[Tensor, ...] = (torch.arange(t, device=device) + 0,)
         if self.a.family == "chatglm":
-            table = torch.rand(t, 1, 1, self.a.head_dim // 4, 2).to(dtype)
+            table = torch.rand(t, 1, 1, self.a.head_dim // 4, 2, device=device).to(dtype)
             given = (table, table)
         elif self.a.family == "baichuan" or self.attention == "eager":
-            given += (torch.zeros(b, 1, t, t, dtype=dtype),)
+            given += (torch.zeros(b, 1, t, t, dtype=dtype, device=device),)
         hidden = embedded
         for layer in self.layers:
             if self.checkpointing == "full":

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phases import allocator_peaks, choose, decoder_of, observe_step
 
 from zplan.planner.activations import BATCH_PHASES, activation_lines, profile
-from zplan.planner.aten import FP32, INT64, SORT_ABOVE
+from zplan.planner.aten_devices import FP32, INT64, SORT_ABOVE
 from zplan.planner.config import ITEMSIZE, Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.ledger import Ledger, merge
@@ -186,10 +186,10 @@ def test_unit_gradients_are_their_parameters(tied):
 
 
 def test_other_micro_batches_and_sequences_are_not_simulated_again(monkeypatch):
-    from zplan.planner import activations
+    from zplan.planner import simulation
 
     predict(LLAMA, choose(3, 10))
-    monkeypatch.setattr(activations, "DecoderTape", None)
+    monkeypatch.setattr(simulation, "DecoderTape", None)
     assert predict(LLAMA, choose(5, 2048)).peak_bytes() > predict(replace(LLAMA, layers=2), choose(3, 10)).peak_bytes()
 
 

@@ -10,7 +10,8 @@ import workload as w
 from phases import DTYPES, choose, unit_modules
 
 from zplan.planner.activations import evaluation_peaks
-from zplan.planner.activities import RANDOM_STATE_BYTES, activities, kv_cache_bytes
+from zplan.planner.activities import activities, kv_cache_bytes
+from zplan.planner.activities_disk import RANDOM_STATE_BYTES
 from zplan.planner.hfconfig import read_architecture
 from zplan.planner.ledger import merge
 from zplan.planner.models import Architecture

@@ -10,7 +10,8 @@ from zplan.planner import dskeys
 from zplan.planner.autofill import SETTLED, settle_autos
 from zplan.planner.batch import KEYS, solve_batch
 from zplan.planner.config import Choice
-from zplan.planner.dsconfig import TrainingConfig, from_choice, from_mapping, read_settings, to_mapping
+from zplan.planner.dsconfig import TrainingConfig, from_mapping, read_settings
+from zplan.planner.dswriting import from_choice, to_mapping
 from zplan.planner.errors import ZplanError
 
 ONE = {"train_micro_batch_size_per_gpu": 1}

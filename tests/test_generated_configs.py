@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import zplan
 from zplan.planner import dskeys
 from zplan.planner.config_doc import treatments
-from zplan.planner.dsconfig import from_mapping, to_mapping
+from zplan.planner.dsconfig import from_mapping
 from zplan.planner.dsschema import (
     BF16,
     FP16,
@@ -22,6 +22,7 @@ from zplan.planner.dsschema import (
     UNPREFIXED,
     ZERO,
 )
+from zplan.planner.dswriting import to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.lint import CONSUMERS, Subject, check_document
 from zplan.planner.lint_launch import DEEPSPEED, FSDP

@@ -132,6 +132,7 @@ CASES = {
     },
     "gpt_neox": {
         "model_type": "gpt_neox",
+        "intermediate_size": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
         "num_key_value_heads": 4,
     },

@@ -11,7 +11,8 @@ from test_engine import close_to_reference, exact, reference, train
 from torch import nn
 
 import zplan
-from zplan.planner.dsconfig import from_mapping, to_mapping
+from zplan.planner.dsconfig import from_mapping
+from zplan.planner.dswriting import to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import LossScale
 from zplan.runtime.arena import Arena

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from phases import activation_ledger, choose
 
-from zplan.planner.activations import simulation
 from zplan.planner.models import Architecture
 from zplan.planner.reductions import INDEX_REACH, row_sum_bytes
+from zplan.planner.simulation import simulation
 
 GPT2 = Architecture("gpt2", 3, 512, 8, 8, 64, 1408, 4096, 1024, tied=False)
 

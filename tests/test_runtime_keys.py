@@ -11,7 +11,8 @@ from torch import nn
 import zplan
 from zplan.planner import dskeys
 from zplan.planner.config_doc import treatments
-from zplan.planner.dsconfig import from_mapping, to_mapping
+from zplan.planner.dsconfig import from_mapping
+from zplan.planner.dswriting import to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.plan_file import load_plan, save_plan
 from zplan.runtime.halves import values_of

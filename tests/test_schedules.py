@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zplan.planner.dsconfig import TrainingConfig, from_mapping, to_mapping
+from zplan.planner.dsconfig import TrainingConfig, from_mapping
+from zplan.planner.dswriting import to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.schedules import read_schedule
 

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from zplan.planner.batch import Batch
 from zplan.planner.errors import ZplanError
+from zplan.planner.evaluation import MARGIN
 from zplan.planner.halving import largest_multiple
 from zplan.planner.hardware import Hardware
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.remedies import remedies
 from zplan.planner.request import make_request
-from zplan.planner.search import MARGIN, STAGES, Search
+from zplan.planner.search import STAGES, Search
 from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import runtime_rate
 from zplan.planner.units import GIB, MIB

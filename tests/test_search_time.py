@@ -173,11 +173,11 @@ def test_hours_need_a_card():
 
 def cpu_seconds(**asked):
     """Processor time of a whole search with nothing kept from before, the best of three."""
-    from zplan.planner import activations, placement
+    from zplan.planner import placement, simulation
 
     took = []
     for _ in range(3):
-        activations._simulate.cache_clear()
+        simulation._simulate.cache_clear()
         placement._place.cache_clear()
         start = time.process_time()
         zplan.estimate(**asked)

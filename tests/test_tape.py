@@ -5,10 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zplan.planner.aten import DEVICES, Aten
+from zplan.planner.aten import Aten
+from zplan.planner.aten_devices import DEVICES
 from zplan.planner.efficient_attention import gradient_sums
+from zplan.planner.graph import UnitGradients
+from zplan.planner.monomials import PRIME_B, PRIME_T, TILE_128, WIDTH, monomials
 from zplan.planner.strides import dense_like, is_dense, row_major, view_strides
-from zplan.planner.tape import PRIME_B, PRIME_T, TILE_128, WIDTH, Tape, UnitGradients, monomials
+from zplan.planner.tape import Tape
 
 
 def start(*, in_place: bool = False) -> tuple[Tape, Aten]:

@@ -172,7 +172,8 @@ def shortened(name: str, layers: int, *, small: bool) -> Config:
     kind = config["model_type"]
     few = {"vocab_size": 1000, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if small else {}
     if kind == "gemma3":
-        text = config["text_config"] | {"num_hidden_layers": layers, "use_cache": False} | few
+        kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
+        text = config["text_config"] | {"num_hidden_layers": layers, "layer_types": kinds, "use_cache": False} | few
         if small:
             config |= {"image_token_id": 999, "image_token_index": 999, "boi_token_index": 998, "eoi_token_index": 997}
         return config | {"text_config": text, "vision_config": config["vision_config"] | {"num_hidden_layers": 1}}

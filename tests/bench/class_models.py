@@ -41,12 +41,7 @@ def build(config: dict[str, Any], choice: Choice, meter: Observer) -> tuple[Call
     def step() -> None:
         meter.enter("forward.embed")
         inputs = batch()
-        if kind in REMOTE:
-            # Its tables and masks are made where the caller says.
-            with torch.device(choice.device):
-                loss = model(*inputs.values())
-        else:
-            loss = model(**inputs).loss
+        loss = model(*inputs.values()) if kind in REMOTE else model(**inputs).loss
         meter.enter("backward.loss")
         loss.backward()
         meter.enter("step")
