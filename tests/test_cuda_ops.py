@@ -1,6 +1,8 @@
 """The torch path here, the kernels where there is a GPU, and machine code for every architecture without one."""
 
 import ctypes
+import enum
+from types import SimpleNamespace
 
 import kernel_checks as k
 import pytest
@@ -131,6 +133,41 @@ def test_no_gpu_has_a_reason_and_it_is_said_once(capsys, monkeypatch):
     assert not compiler.usable(device) and not compiler.usable(device)
     assert capsys.readouterr().err.count("a reason of this test") == 1
     assert not compiler.usable(torch.device("cpu")) and capsys.readouterr().err == ""
+
+
+class Driver:
+    """Launches where the thread has a context."""
+
+    def __init__(self, *answers):
+        self.answers, self.bound = list(answers), []
+
+    def cuLaunchKernel(self, *_):  # noqa: N802  the driver's own name
+        return (self.answers.pop(0),)
+
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        self.bound.append(context)
+
+
+class Results(enum.Enum):
+    CUDA_SUCCESS, CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_LAUNCH_FAILED = range(3)
+
+
+def launched(monkeypatch, *answers):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    kernel = object.__new__(compiler.Kernel)
+    kernel._driver, kernel._results, kernel._stream_type = Driver(*answers), Results, int
+    kernel._function, kernel._context, kernel.name = 0, "the one of its code", "rescale"
+    kernel.launch(2, 32, norm._Settle())
+    return kernel._driver
+
+
+def test_a_thread_without_a_context_is_given_that_of_the_kernel(monkeypatch):
+    done, none, failed = Results
+    assert launched(monkeypatch, done).bound == []
+    assert launched(monkeypatch, none, done).bound == ["the one of its code"]
+    for answers in ((failed,), (none, failed), (none, none)):
+        with pytest.raises(RuntimeError, match=f"rescale was not launched on a grid of 2 x 32: {answers[-1].name}"):
+            launched(monkeypatch, *answers)
 
 
 def test_structures_have_the_sizes_that_kernels_expect():
