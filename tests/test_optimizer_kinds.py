@@ -20,7 +20,7 @@ from zplan.planner.predict import predict
 from zplan.planner.report import report
 from zplan.planner.runnable import limits
 from zplan.planner.textbook import runtime_rate
-from zplan.runtime.engine import choice_of
+from zplan.runtime.choices import choice_of
 from zplan.runtime.meter import StorageRegistry
 from zplan.runtime.start import look
 
