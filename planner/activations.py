@@ -22,7 +22,7 @@ from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
-from zplan.planner.aten import DEVICES, Aten, embedding_sort_bytes
+from zplan.planner.aten import DEVICES, Aten, DeviceTable, embedding_sort_bytes
 from zplan.planner.config import ITEMSIZE, Choice, Device, Precision, Runtime
 from zplan.planner.errors import ZplanError
 from zplan.planner.families import DecoderTape, Recipe, StepTape
@@ -414,7 +414,7 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     Blocks are all alike there, since nothing is kept for a backward: `forward.blocks.1` stands for those in between.
     """
     arch = _architecture(spec, choice)
-    table, small = DEVICES[choice.device], _small(arch, choice, None)
+    table, small = _table(choice.device, choice.cudnn_width), _small(arch, choice, None)
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
     make = _step_tape(arch)
     recipe = _recipe(choice)._replace(checkpointing="none")
@@ -440,7 +440,7 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     seq: int,
     runtime: Runtime,
 ) -> Simulation:
-    table, units = DEVICES[device], _units(arch, adapters)
+    table, units = _table(device, recipe.cudnn_width), _units(arch, adapters)
     make = _step_tape(arch)
     if runtime == "zplan":
         tape = Tape(in_place_accumulation=table.in_place_accumulation, kernels=table.kernels)
@@ -452,6 +452,10 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
         run = steps_for(make, tape, table, runtime, arch, units, precision, recipe)
     run.step(batch, seq)
     return _read(tape, arch)
+
+
+def _table(device: Device, cudnn_width: int) -> DeviceTable:
+    return DEVICES[device]._replace(cudnn_width=cudnn_width)
 
 
 def _units(arch: Architecture, adapters: Adapters | None) -> tuple[Unit, ...]:

@@ -17,7 +17,7 @@ from zplan.planner.strides import dense_like, row_major, view_strides
 from zplan.planner.tape import TILE_32, TILE_128, Storage, Tape, Value
 
 INT64, FP32, BF16, BOOL = 8, 4, 2, 1
-AttentionKernel = Literal["cpu", "flash", "efficient"]
+AttentionKernel = Literal["cpu", "flash", "cudnn", "efficient"]
 
 
 class DeviceTable(NamedTuple):
@@ -33,7 +33,7 @@ class DeviceTable(NamedTuple):
     layer_norm_stats
         Itemsize of LayerNorm's mean and reciprocal deviation; None: that of the input.
     attention
-        Kernel of fused attention by itemsize. `cpu` and `flash`: the output in the memory order of the queries, a
+        Kernel of fused attention by itemsize. `cpu`, `flash`, `cudnn`: the output in the memory order of the queries, a
         log-sum-exp per head and token. `efficient`: the output and the gradients row-major as (B, T, H, D), the
         log-sum-exp padded to 32 tokens.
     kernels
@@ -45,6 +45,8 @@ class DeviceTable(NamedTuple):
     layer_norm_stats: int | None
     attention: Mapping[int, AttentionKernel]
     kernels: bool
+    cudnn_width: int = 0
+    """Of `Choice`: widest heads that go to cuDNN's kernel rather than to flash attention."""
 
 
 DEVICES = {
@@ -101,6 +103,24 @@ def embedding_sort_bytes(tokens: int, rows: int, width: int) -> int:
     stretches = tokens // ROWS_PER_SEGMENT + segments
     lists = 3 * tokens + 2 * segments + stretches + 2
     return INT64 * lists + FP32 * width * stretches
+
+
+CUDNN_REST = 256
+"""Bytes of cuDNN's workspace in attention's backward beside its sums (measured: torch 2.11 with cuDNN of CUDA 13)."""
+
+
+def takes_cudnn(widest: int, width: int, value_width: int) -> bool:
+    """Whether cuDNN's fused attention takes heads of these widths (torch 2.11, `sdp_utils.cpp`).
+
+    Examples
+    --------
+    Only the heads of DeepSeek V3 may be wider than a card's limit.
+
+    >>> takes_cudnn(128, 192, 128), takes_cudnn(128, 192, 192), takes_cudnn(0, 192, 128)
+    (True, False, False)
+    """
+    fits = max(width, value_width) <= widest or (width, value_width) == (192, 128)
+    return widest > 0 and fits and width % 8 == value_width % 8 == 0
 
 
 def tile_of(head_dim: int) -> int:
@@ -161,6 +181,7 @@ class Aten:
         shape[a], shape[b] = shape[b], shape[a]
         strides[a], strides[b] = strides[b], strides[a]
         out = x.view(shape, tuple(strides))
+        out.turned = True
         self.tape.finish(node, out)
         return out
 
@@ -685,11 +706,9 @@ class Aten:
 
         `added` to the scores is kept; where it is trained, its gradient is (B, H, T, T) first.
         """
-        kernel, itemsize = self.table.attention[q.itemsize], q.itemsize
-        (b, h, t, d), groups, width = q.shape, k.shape[1], v.shape[3]
+        itemsize, (b, h, t, d), groups, width = q.itemsize, q.shape, k.shape[1], v.shape[3]
         trained = added is not None and added.node is not None
-        if (self.masked or d != width or added is not None) and kernel == "flash":
-            kernel = "efficient"  # Flash attention knows the causal mask alone, and heads of one width.
+        kernel = self._attention_kernel(itemsize, d, width, added)
 
         def backward(g: Grads, s: Grads) -> Outs:
             # Scores again, and gradients of scores, queries, keys and values.
@@ -707,14 +726,8 @@ class Aten:
                 del delta, sums
                 return grads
             grads = [self.like(x, f"{n}.grad") for x, n in pairs]
-            if kernel == "flash":
-                work = [
-                    self.tape.padded(h * FP32, TILE_128, "attention.softmax_d", kernel=True),
-                    self.tape.padded(h * FP32 * tile_of(d), TILE_128, "attention.dq_accum", kernel=True),
-                ]
-                if groups != h:
-                    work += [self.tape.workspace(b * h * t * d * BF16, f"attention.{n}_expanded") for n in ("dk", "dv")]
-                work.clear()
+            work = self._attention_work(kernel, (b, h, t, d), groups)
+            work.clear()
             return grads
 
         def make() -> list[Value]:
@@ -724,10 +737,15 @@ class Aten:
                 out = self._row_major_heads((b, h, t, width), q.itemsize, "attention output")
                 lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")
             else:
-                out = self.like(q, "attention output")
+                out = self.tape.new(
+                    (b, h, t, width),
+                    itemsize,
+                    "attention output",
+                    strides=dense_like((b, h, t, width), q.strides),
+                )
                 lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
             # A generator's seed and offset, unused without dropout but there; for fp32 they are numbers on the host.
-            seeds = {"cpu": (), "flash": (2, 1), "efficient": ()}[kernel]
+            seeds = {"cpu": (), "flash": (2, 1), "cudnn": (1, 1), "efficient": ()}[kernel]
             return [out, lse, *(self.tape.new((n,), INT64, "philox") for n in seeds)]
 
         # A mask of bytes is turned into one that is added, anew for each layer, which keeps it.
@@ -737,6 +755,32 @@ class Aten:
         made = self.tape.product(make)
         self.tape.finish(node, made[0], saved=made)
         return made[0]
+
+    def _attention_kernel(self, itemsize: int, width: int, value_width: int, added: Value | None) -> AttentionKernel:
+        """Of heads of these widths: flash attention knows the causal mask alone, and heads of one width."""
+        kernel = self.table.attention[itemsize]
+        if kernel != "flash":
+            return kernel
+        trained = added is not None and added.node is not None
+        if not trained and takes_cudnn(self.table.cudnn_width, width, value_width):
+            return "cudnn"
+        return "efficient" if self.masked or width != value_width or added is not None else "flash"
+
+    def _attention_work(self, kernel: AttentionKernel, shape: tuple[int, ...], groups: int) -> list[Value]:
+        """What backward holds for itself, for queries (B, H, T, D) and so many heads of keys."""
+        (b, h, t, d), tape = shape, self.tape
+        if kernel == "cudnn":
+            sums = tape.workspace(b * h * t * FP32 * (d + 1), "attention.dq_accum")
+            return [sums, tape.workspace(CUDNN_REST, "attention.rest")]
+        if kernel != "flash":
+            return []
+        work = [
+            tape.padded(h * FP32, TILE_128, "attention.softmax_d", kernel=True),
+            tape.padded(h * FP32 * tile_of(d), TILE_128, "attention.dq_accum", kernel=True),
+        ]
+        if groups != h:
+            work += [tape.workspace(b * h * t * d * BF16, f"attention.{n}_expanded") for n in ("dk", "dv")]
+        return work
 
     def _row_major_heads(self, shape: Sequence[int], itemsize: int, label: str) -> Value:
         """A new (B, H, T, D) that lies in memory as (B, T, H, D)."""
