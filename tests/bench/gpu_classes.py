@@ -32,8 +32,8 @@ from zplan.runtime.meter import StorageRegistry
 
 TOLERANCE = 0.01
 """Of a case's measured peak, for the difference of any of its phases."""
-LITTLE = 16 * 2**20
-"""Bytes that may be allocated before a case: cuBLASLt's workspace, and nothing of a case before it."""
+LITTLE = 64 * 2**20
+"""Bytes that may be allocated before a case: room for libraries' workspaces, and for no model of a case before it."""
 CONVOLUTION = "cuDNN's workspace for the convolution"
 NAMED = {("vit", "forward.embed"): CONVOLUTION, ("vit", "backward.embed"): CONVOLUTION}
 """What a phase of a class holds that shapes don't tell, while it is under half of a peak (`docs/memory-model.md`)."""
