@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from zplan.planner.aten import Aten
-from zplan.planner.aten_devices import DEVICES
+from zplan.planner.aten_devices import table_of
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.fused import check_compiled
@@ -231,7 +231,7 @@ def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     Blocks are all alike there, since nothing is kept for a backward: `forward.blocks.1` stands for those in between.
     """
     arch = _architecture(spec, choice)
-    table, small = DEVICES[choice.device], small_shape(arch, choice, None)
+    table, small = table_of(choice.device, choice.cudnn_width), small_shape(arch, choice, None)
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
     make = step_tape(arch)
     recipe = recipe_of(choice)._replace(checkpointing="none")

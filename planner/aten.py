@@ -13,11 +13,22 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from zplan.planner.aten_devices import BF16, FP32, INT64, NF4_BLOCK, Grads, Outs, tile_of
+from zplan.planner.aten_devices import (
+    BF16,
+    CUDNN_REST,
+    FP32,
+    INT64,
+    NF4_BLOCK,
+    AttentionKernel,
+    Grads,
+    Outs,
+    takes_cudnn,
+    tile_of,
+)
 from zplan.planner.aten_pointwise import Pointwise, factors
 from zplan.planner.graph import Value
 from zplan.planner.monomials import TILE_32, TILE_128
-from zplan.planner.strides import row_major
+from zplan.planner.strides import dense_like, row_major
 
 
 class Aten(Pointwise):
@@ -241,11 +252,9 @@ class Aten(Pointwise):
 
         `added` to the scores is kept; where it is trained, its gradient is (B, H, T, T) first.
         """
-        kernel, itemsize = self.table.attention[q.itemsize], q.itemsize
-        (b, h, t, d), groups, width = q.shape, k.shape[1], v.shape[3]
+        itemsize, (b, h, t, d), groups, width = q.itemsize, q.shape, k.shape[1], v.shape[3]
         trained = added is not None and added.node is not None
-        if (self.masked or d != width or added is not None) and kernel == "flash":
-            kernel = "efficient"  # Flash attention knows the causal mask alone, and heads of one width.
+        kernel = self._attention_kernel(itemsize, d, width, added)
 
         def backward(g: Grads, s: Grads) -> Outs:
             # Scores again, and gradients of scores, queries, keys and values.
@@ -263,14 +272,8 @@ class Aten(Pointwise):
                 del delta, sums
                 return grads
             grads = [self.like(x, f"{n}.grad") for x, n in pairs]
-            if kernel == "flash":
-                work = [
-                    self.tape.padded(h * FP32, TILE_128, "attention.softmax_d", kernel=True),
-                    self.tape.padded(h * FP32 * tile_of(d), TILE_128, "attention.dq_accum", kernel=True),
-                ]
-                if groups != h:
-                    work += [self.tape.workspace(b * h * t * d * BF16, f"attention.{n}_expanded") for n in ("dk", "dv")]
-                work.clear()
+            work = self._attention_work(kernel, (b, h, t, d), groups)
+            work.clear()
             return grads
 
         def make() -> list[Value]:
@@ -280,10 +283,11 @@ class Aten(Pointwise):
                 out = self._row_major_heads((b, h, t, width), q.itemsize, "attention output")
                 lse = self.tape.padded(h * FP32, TILE_32, "logsumexp")
             else:
-                out = self.like(q, "attention output")
+                shape = (b, h, t, width)
+                out = self.tape.new(shape, itemsize, "attention output", strides=dense_like(shape, q.strides))
                 lse = self.tape.new(q.shape[:3], FP32, "logsumexp")
             # A generator's seed and offset, unused without dropout but there; for fp32 they are numbers on the host.
-            seeds = {"cpu": (), "flash": (2, 1), "efficient": ()}[kernel]
+            seeds = {"cpu": (), "flash": (2, 1), "cudnn": (1, 1), "efficient": ()}[kernel]
             return [out, lse, *(self.tape.new((n,), INT64, "philox") for n in seeds)]
 
         # A mask of bytes is turned into one that is added, anew for each layer, which keeps it.
@@ -293,6 +297,32 @@ class Aten(Pointwise):
         made = self.tape.product(make)
         self.tape.finish(node, made[0], saved=made)
         return made[0]
+
+    def _attention_kernel(self, itemsize: int, width: int, value_width: int, added: Value | None) -> AttentionKernel:
+        """Of heads of these widths: flash attention knows the causal mask alone, and heads of one width."""
+        kernel = self.table.attention[itemsize]
+        if kernel != "flash":
+            return kernel
+        trained = added is not None and added.node is not None
+        if not trained and takes_cudnn(self.table.cudnn_width, width, value_width):
+            return "cudnn"
+        return "efficient" if self.masked or width != value_width or added is not None else "flash"
+
+    def _attention_work(self, kernel: AttentionKernel, shape: tuple[int, ...], groups: int) -> list[Value]:
+        """What backward holds for itself, for queries (B, H, T, D) and so many heads of keys."""
+        (b, h, t, d), tape = shape, self.tape
+        if kernel == "cudnn":
+            sums = tape.workspace(b * h * t * FP32 * (d + 1), "attention.dq_accum")
+            return [sums, tape.workspace(CUDNN_REST, "attention.rest")]
+        if kernel != "flash":
+            return []
+        work = [
+            tape.padded(h * FP32, TILE_128, "attention.softmax_d", kernel=True),
+            tape.padded(h * FP32 * tile_of(d), TILE_128, "attention.dq_accum", kernel=True),
+        ]
+        if groups != h:
+            work += [tape.workspace(b * h * t * d * BF16, f"attention.{n}_expanded") for n in ("dk", "dv")]
+        return work
 
     def _row_major_heads(self, shape: Sequence[int], itemsize: int, label: str) -> Value:
         """A new (B, H, T, D) that lies in memory as (B, T, H, D)."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from zplan.planner.config import Device
 from zplan.planner.graph import Value
 from zplan.planner.layout import ceil_to
 
 INT64, FP32, BF16, BOOL = 8, 4, 2, 1
-AttentionKernel = Literal["cpu", "flash", "efficient"]
+AttentionKernel = Literal["cpu", "flash", "cudnn", "efficient"]
 
 
 class DeviceTable(NamedTuple):
@@ -25,7 +26,7 @@ class DeviceTable(NamedTuple):
     layer_norm_stats
         Itemsize of LayerNorm's mean and reciprocal deviation; None: that of the input.
     attention
-        Kernel of fused attention by itemsize. `cpu` and `flash`: the output in the memory order of the queries, a
+        Kernel of fused attention by itemsize. `cpu`, `flash`, `cudnn`: the output in the memory order of the queries, a
         log-sum-exp per head and token. `efficient`: the output and the gradients row-major as (B, T, H, D), the
         log-sum-exp padded to 32 tokens.
     kernels
@@ -37,6 +38,8 @@ class DeviceTable(NamedTuple):
     layer_norm_stats: int | None
     attention: Mapping[int, AttentionKernel]
     kernels: bool
+    cudnn_width: int = 0
+    """Of `Choice`: widest heads that go to cuDNN's kernel rather than to flash attention."""
 
 
 DEVICES = {
@@ -88,6 +91,29 @@ def embedding_sort_bytes(tokens: int, rows: int, width: int) -> int:
     stretches = tokens // ROWS_PER_SEGMENT + segments
     lists = 3 * tokens + 2 * segments + stretches + 2
     return INT64 * lists + FP32 * width * stretches
+
+
+CUDNN_REST = 256
+"""Bytes of cuDNN's workspace in attention's backward beside its sums (measured: torch 2.11 with cuDNN of CUDA 13)."""
+
+
+def table_of(device: Device, cudnn_width: int) -> DeviceTable:
+    """A device's table for a choice's `cudnn_width`."""
+    return DEVICES[device]._replace(cudnn_width=cudnn_width)
+
+
+def takes_cudnn(widest: int, width: int, value_width: int) -> bool:
+    """Whether cuDNN's fused attention takes heads of these widths (torch 2.11, `sdp_utils.cpp`).
+
+    Examples
+    --------
+    Only the heads of DeepSeek V3 may be wider than a card's limit.
+
+    >>> takes_cudnn(128, 192, 128), takes_cudnn(128, 192, 192), takes_cudnn(0, 192, 128)
+    (True, False, False)
+    """
+    fits = max(width, value_width) <= widest or (width, value_width) == (192, 128)
+    return widest > 0 and fits and width % 8 == value_width % 8 == 0
 
 
 def tile_of(head_dim: int) -> int:

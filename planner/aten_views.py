@@ -64,6 +64,7 @@ class Views:
         shape[a], shape[b] = shape[b], shape[a]
         strides[a], strides[b] = strides[b], strides[a]
         out = x.view(shape, tuple(strides))
+        out.turned = True
         self.tape.finish(node, out)
         return out
 

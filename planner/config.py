@@ -119,6 +119,9 @@ class Choice:
     reduce_dtype: Precision = "fp32"
     """dtype in which gradients are reduced and accumulated."""
     cross_entropy: CrossEntropy = "plain"
+    cudnn_width: int = 0
+    """Widest heads whose fused attention torch gives to cuDNN, where a model leaves the kernel to torch: a fact of the
+    card (`Hardware.cudnn_width`)."""
     kernels: Kernels = "torch"
     """`fused`: norms, gates and rotary embeddings of the built-in decoder by kernels of zplan's own."""
     checkpoint_every: int = 1

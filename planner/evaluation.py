@@ -139,6 +139,7 @@ class Evaluation:
             fixed.setdefault("reduce", "exchange" if fixed.get("deterministic") else "scatter")
         elif own and self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
             fixed.setdefault("transport", "copies")
+        fixed["cudnn_width"] = self._cudnn_width(deterministic=bool(fixed.get("deterministic")))
         if offload is not None:
             fixed["offload"] = offload
         if "offload" in fixed and stage < 3:
@@ -164,6 +165,11 @@ class Evaluation:
 
             check_in_backward(choice, clip=self.request.settings.get("clip", DEFAULT_CLIP))
         return choice
+
+    def _cudnn_width(self, *, deterministic: bool) -> int:
+        """Of a choice: zplan's own decoders say which kernel they take, and cuDNN's is not deterministic."""
+        own = self.model.arch is not None and self.model.arch.runnable
+        return 0 if own or deterministic else self.hardware.cudnn_width
 
     def row(self, choice: Choice) -> Row:
         """Evaluate a choice, once."""

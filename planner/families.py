@@ -161,6 +161,7 @@ class Recipe(NamedTuple):
     cross_entropy: CrossEntropy = "plain"
     kernels: Kernels = "torch"
     padded: bool = False
+    cudnn_width: int = 0
 
 
 class StepTape(ABC):

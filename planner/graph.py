@@ -36,7 +36,7 @@ class Storage:
 class Value:
     """A view of a storage, with shape and strides in elements, and the node that made it."""
 
-    __slots__ = ("itemsize", "node", "output_nr", "shape", "storage", "strides", "tape")
+    __slots__ = ("itemsize", "node", "output_nr", "shape", "storage", "strides", "tape", "turned")
 
     def __init__(
         self, tape: Levels, storage: Storage, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
@@ -44,6 +44,8 @@ class Value:
         self.tape, self.storage, self.shape, self.strides, self.itemsize = tape, storage, shape, strides, itemsize
         self.node: Node | None = None
         self.output_nr = 0
+        self.turned = False
+        """Whether it is a transposed view."""
         storage.refs += 1
 
     def __del__(self) -> None:

@@ -62,6 +62,14 @@ class Hardware(NamedTuple):
         return not self.compute_capability[:1].isdigit() or float(self.compute_capability) >= 8
 
     @property
+    def cudnn_width(self) -> int:
+        """Widest heads for which torch tries cuDNN's fused attention before its own, 0 where it does not.
+
+        Compute capabilities 9.0 and 10.0 (torch 2.11, `sdp_utils.cpp`: `check_prefer_cudnn_attention`).
+        """
+        return {"9.0": 256, "10.0": 128}.get(self.compute_capability, 0)
+
+    @property
     def gpus_per_node(self) -> int:
         return self.world_size // self.nodes
 

@@ -13,7 +13,7 @@ from operator import mul
 from typing import NamedTuple
 
 from zplan.planner.aten import Aten
-from zplan.planner.aten_devices import DEVICES, embedding_sort_bytes
+from zplan.planner.aten_devices import embedding_sort_bytes, table_of
 from zplan.planner.config import ITEMSIZE, Choice, Device, Precision, Runtime
 from zplan.planner.families import DecoderTape, Recipe, StepTape
 from zplan.planner.fused import WEIGHT_SUM, chunk_tokens
@@ -141,7 +141,7 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     seq: int,
     runtime: Runtime,
 ) -> Simulation:
-    table, units = DEVICES[device], units_with(arch, adapters)
+    table, units = table_of(device, recipe.cudnn_width), units_with(arch, adapters)
     make = step_tape(arch)
     if runtime == "zplan":
         tape = Tape(in_place_accumulation=table.in_place_accumulation, kernels=table.kernels)

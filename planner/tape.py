@@ -261,13 +261,15 @@ class Tape(Levels):
     def _add(self, buffer: Gradients, at: int, outputs: Gradients, i: int, *, leaf: bool) -> Value | None:
         """Move `outputs[i]` into an input buffer, adding to what is there.
 
-        A parameter's gradients (`leaf`: a tied weight's) were seen to be added out of place on CUDA too.
+        A product's gradient of a parameter (`leaf`), a transposed view of what the product wrote, was seen to be added
+        to out of place on CUDA too; gradients of embeddings and of our fused loss, and sums, in place.
         """
         new, outputs[i] = outputs[i], None
         old = buffer[at]
         if old is None or new is None:
             return old if new is None else new
-        if self.in_place_accumulation and not leaf and old.storage.refs == 1 and is_dense(old.shape, old.strides):
+        turned = leaf and old.turned
+        if self.in_place_accumulation and not turned and old.storage.refs == 1 and is_dense(old.shape, old.strides):
             return old
         total = self.new(old.shape, old.itemsize, "grad.sum", strides=dense_like(old.shape, old.strides))
         if old.storage.beside is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import any_model as m
 import torch
 import transformers
+from phases import switch_on
 from torch import Tensor, nn
 
 
@@ -89,14 +90,6 @@ def build(name: str, checkpointing: str = "none", sizes: Sizes = SMALL) -> nn.Mo
     if checkpointing != "none":
         switch_on(model, use_reentrant=checkpointing == "reentrant")
     return model.train()
-
-
-def switch_on(model: nn.Module, **how: bool) -> None:
-    """The model's own checkpointing, whose switch transformers has renamed."""
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(how)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 class Adapter(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -51,6 +52,14 @@ def decoder_of(arch: Architecture, choice: Choice) -> Decoder:
     )
 
 
+def switch_on(model: nn.Module, **how: bool) -> None:
+    """The model's own checkpointing, whose switch transformers has renamed."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(how)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+
 def unit_modules(model: Decoder) -> dict[str, nn.Module]:
     return {u.name: model.get_submodule(u.name) for u in decoder_units(model.arch)}
 
@@ -84,20 +93,22 @@ def mark_phases(  # noqa: C901  (four small hooks)
         return hook
 
     def reduce(name, params):
-        missing = [len(params)]
+        # A hook that led back to its parameter would keep the model for good: autograd's references are not collected.
+        missing, refs, is_first = [len(params)], [weakref.ref(p) for p in params], bool(params) and params[0] is first
 
         def hook(param):
             missing[0] -= 1
             if not keep:
                 param.grad = None
             if not missing[0]:
+                params = [ref() for ref in refs]
                 retained.clear()
                 registry.enter(f"reduce.{name}")
                 missing[0] = len(params)
                 retained.extend(summed.pop(id(p), p.grad) for p in params if keep)
                 for p in params:
                     p.grad = None
-                if params[0] is first:
+                if is_first:
                     torch.autograd.Variable._execution_engine.queue_callback(retained.clear)
 
         return hook
@@ -148,8 +159,9 @@ def allocator_peaks(arch: Architecture, choice: Choice) -> dict[str, int]:
         meter.enter("backward.loss")
         loss.backward()
         meter.enter("step")
-        del inputs, labels, loss
+        # Batch and loss are there until a training loop makes the next ones.
         meter.enter("idle")
+        del inputs, labels, loss
 
     step()  # cuBLAS takes its workspaces for good
     states = torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -221,7 +233,7 @@ def observe_class(
     model.to(DTYPES[choice.precision]).train()
     if choice.checkpointing == "full":
         # Without the state of the random number generator, which is 5 KB on the host a layer.
-        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        switch_on(model, use_reentrant=False, preserve_rng_state=False)
     registry = StorageRegistry()
     mark_phases(modules, registry)
     with registry:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from zplan.planner.aten import Aten
 from zplan.planner.aten_devices import DEVICES
 from zplan.planner.efficient_attention import gradient_sums
-from zplan.planner.graph import UnitGradients
+from zplan.planner.graph import PARAMETER_GRADIENT, UnitGradients
 from zplan.planner.monomials import PRIME_B, PRIME_T, TILE_128, WIDTH, monomials
 from zplan.planner.strides import dense_like, is_dense, row_major, view_strides
 from zplan.planner.tape import Tape
@@ -126,6 +126,24 @@ def test_two_gradients_of_one_value_are_added_up(in_place):
     del x
     tape.backward(loss)
     assert [s.label for s in tape.storages].count("grad.sum") == (0 if in_place else 1)
+
+
+@pytest.mark.parametrize(("products", "sums"), [(0, 0), (1, 1), (2, 1)])
+def test_a_tied_weight_is_added_up_in_place_but_onto_the_gradient_of_a_product(products, sums):
+    """Three uses, the first gradients of products: T5's table is used by its head and by two embeddings."""
+    tape, op = start(in_place=True)
+    weight, ids = tape.parameter((100, 8), 4, UnitGradients("u")), tape.new((5,), 8, "ids")
+    out = [op.embedding(weight, ids) for _ in range(3 - products)]
+    x = tape.new((5, 8), 4, "x")
+    parts = [op.sum(op.sum(e, 1), 0) for e in out] + [
+        op.sum(op.sum(op.linear(x, weight), 1), 0) for _ in range(products)
+    ]
+    loss = parts[0]
+    for part in parts[1:]:
+        loss = op.add(loss, part)
+    del out, parts, part
+    tape.backward(loss)
+    assert [s.label for s in tape.storages].count(PARAMETER_GRADIENT) == 1 + sums
 
 
 def test_a_shared_gradient_is_never_added_in_place():

@@ -17,6 +17,7 @@ import test_hfvit
 from phases import choose
 
 from zplan.planner.config import Choice
+from zplan.planner.hardware import Hardware
 from zplan.planner.hfshapes import SHAPES
 from zplan.planner.presets import read_preset
 
@@ -73,8 +74,9 @@ class Case:
         return f"{self.name} {c.micro_batch}x{c.seq} {c.precision} {c.checkpointing} {c.attention}"
 
 
-def cases(device: str) -> Iterator[Case]:
-    """All cases; on a CPU with the tests' own small widths and few tokens."""
+def cases(device: str, capability: str = "9.0") -> Iterator[Case]:
+    """All cases, on a GPU of a compute capability; on a CPU with the tests' own small widths and few tokens."""
+    cudnn_width = Hardware(1, 1, 0, compute_capability=capability).cudnn_width if device == "cuda" else 0
     for case in (
         *_presets(device),
         *_decoders(device),
@@ -83,7 +85,7 @@ def cases(device: str) -> Iterator[Case]:
         *_gemma3(device),
         *_remote(device),
     ):
-        yield replace(case, choice=replace(case.choice, device=device))
+        yield replace(case, choice=replace(case.choice, device=device, cudnn_width=cudnn_width))
 
 
 def _presets(device: str) -> Iterator[Case]:

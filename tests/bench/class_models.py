@@ -11,7 +11,7 @@ import test_hft5
 import test_hfvit
 import torch
 import transformers
-from phases import DTYPES, Observer, mark_phases
+from phases import DTYPES, Observer, mark_phases, switch_on
 from remote_models import Remote
 from torch import Tensor, nn
 
@@ -72,7 +72,7 @@ def _class(config: dict[str, Any], choice: Choice) -> Built:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     if choice.checkpointing == "full":
         # Without the state of the random number generator, which is 5 KB on the host a layer.
-        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        switch_on(model, use_reentrant=False, preserve_rng_state=False)
     if kind == "vit":
         pixels = (choice.micro_batch, hf.num_channels, hf.image_size, hf.image_size)
         return (

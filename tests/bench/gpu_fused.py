@@ -1,6 +1,8 @@
 """The bare decoder with and without our kernels on one GPU: bytes predicted and measured, and milliseconds.
 
 python tests/bench/gpu_fused.py
+
+Exit 1: a phase of a case differs by a byte.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ def main() -> None:
         for loss, kernels in KINDS:
             wrong += one(name, arch, replace(choice, cross_entropy=loss, kernels=kernels))
     say(f"{wrong} of {len(CASES) * len(KINDS)} cases differ")
+    sys.exit(bool(wrong))
 
 
 main()
