@@ -39,7 +39,6 @@ PRELOAD = [
         f"transformers.models.{name}.modeling_{name}"
         for name in "bert bloom falcon gemma2 gpt2 gpt_neox llama mixtral opt phi3 qwen2 t5 vit".split()
     ),
-    "peft",
 ]
 
 

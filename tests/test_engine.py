@@ -190,7 +190,7 @@ def test_checked_mode_ring_size_and_overlap_change_no_bit(run_ranks, stage, step
     }
     for checked, slots in product((False, True), (2, 3) if stage == 3 else (2,)):
         runs[f"{slots} slots, checked {checked}"] = "llama4", how(ring_slots=slots), steps, checked
-    same_bits(run_ranks(2, train_each, runs, limit=200))
+    same_bits(run_ranks(2, train_each, runs, limit=280))
 
 
 def same_bits(ranks: list[dict[str, dict[str, Any]]]) -> None:

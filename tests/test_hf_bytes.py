@@ -43,8 +43,17 @@ def train(rank: int, world_size: int, stage: int, checkpointing: str) -> dict[st
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "checkpointing"),
+    [
+        (0, "none"),
+        (2, "full"),
+        (3, "none"),
+        (3, "full"),
+        pytest.param(0, "full", marks=pytest.mark.slow),
+        pytest.param(2, "none", marks=pytest.mark.slow),
+    ],
+)
 def test_every_line_and_every_peak_is_exact(run_ranks, stage, checkpointing):
     for result in run_ranks(2, train, stage, checkpointing, limit=200):
         for name, c in result.items():
