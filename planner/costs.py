@@ -11,6 +11,7 @@ from zplan.planner.textbook import TEXTBOOK, Rate
 if TYPE_CHECKING:
     from zplan.planner.lint import View
 
+Memory = Literal["GPU", "host", "NVMe"]
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -20,7 +21,7 @@ class Cost:
 
     name: str
     nbytes: int
-    tier: Literal["GPU", "host"]
+    tier: Memory
     formula: str
     upper: bool = False
     """An upper bound."""
@@ -111,10 +112,14 @@ def fsdp_costs(view: View, block: Mapping[str, Any]) -> tuple[Cost, ...]:
     nbytes = -(-(rate.split * trained + rate.split // 4 * (s.num_params - trained)) // ranks)
     offloaded = block.get("fsdp_offload_params") in (True, "true", "True")
     formula = f"{rate.split} B x {trained:,} trained of {s.num_params:,} / {ranks}"
+    on_node = s.gpus // s.nodes
+    if offloaded:
+        formula += f" x {on_node} ranks of a node"
     if precision not in ("bf16", "fp16", "fp8"):
         formula += f", everything in {'16 bits' if itemsize == 2 else 'fp32'} as loaded, without fp32 master weights"
-    tier: Literal["GPU", "host"] = "host" if offloaded else "GPU"
-    return (Cost("model states", nbytes * (s.gpus // s.nodes if offloaded else 1), tier, formula),)
+    if offloaded:
+        return (Cost("model states", nbytes * on_node, "host", formula),)
+    return (Cost("model states", nbytes, "GPU", formula),)
 
 
 def _buckets(view: View) -> list[Cost]:
@@ -171,47 +176,70 @@ def bf16_savings(view: View) -> int:
     return 6 if block.get("bf16_optimizer_states") is True else 2
 
 
-def gpu_rate(view: View) -> Rate:
+def gpu_rate(view: View, stage: int) -> Rate:
     """Bytes a trained parameter where nothing is offloaded: the textbook's row, less what is kept in bf16."""
-    rate, less = TEXTBOOK[view.stage], bf16_savings(view)
+    rate, less = TEXTBOOK[stage], bf16_savings(view)
     return Rate(rate.whole, rate.split - less) if rate.split else Rate(rate.whole - less, 0)
 
 
-def state_rates(view: View) -> tuple[Rate, Rate]:
-    """Bytes a parameter on the GPU and on the host, as textbooks count them, with what is offloaded moved over.
+def places(view: View, stage: int) -> tuple[Memory, Memory]:
+    """Where optimizer states and 16-bit weights lie between their uses.
+
+    Stage 0 offloads nothing and only stage 3 offloads parameters; below it NVMe means host memory
+    (DeepSpeed `zero/stage_1_and_2.py`: `cpu_offload` is true for any device).
+    """
+    memories: dict[str, Memory] = {"none": "GPU", "cpu": "host", "nvme": "NVMe" if stage == 3 else "host"}
+    states = memories[view.offload("optimizer")] if stage else "GPU"
+    return states, memories[view.offload("param")] if stage == 3 else "GPU"
+
+
+def state_rates(view: View, stage: int) -> dict[Memory, Rate]:
+    """Bytes a trained parameter in each memory, as textbooks count them, with what is offloaded moved over.
 
     Offloaded states are master weights, both moments and gradients in the masters' dtype, which go down as they are
-    reduced; offloaded parameters are the 16-bit weights.
+    reduced; offloaded parameters are the weights in the compute dtype.
     """
-    stage, states, params = view.stage, view.offload("optimizer") == "cpu", view.offload("param") == "cpu"
-    if not view.stage or not states:
-        return gpu_rate(view), Rate(0, 2) if stage == 3 and params else Rate(0, 0)
-    less = bf16_savings(view)
-    on_host = (18 if params and stage == 3 else 16) - less - (2 if less else 0)
-    if stage == 3:
-        return Rate(0, 0 if params else 2), Rate(0, on_host)
-    return Rate(2 if stage == 2 else 4, 0), Rate(0, on_host)
+    states, params = places(view, stage)
+    rates: dict[Memory, Rate] = {"GPU": gpu_rate(view, stage), "host": Rate(0, 0), "NVMe": Rate(0, 0)}
+    weights = view.itemsize
+    if states != "GPU":
+        less, weights = bf16_savings(view), 2
+        rates["GPU"] = Rate(0, 2) if stage == 3 else Rate(2 if stage == 2 else 4, 0)
+        rates[states] = Rate(0, 16 - less - (2 if less else 0))
+    if params != "GPU":
+        rates["GPU"] = Rate(0, rates["GPU"].split - weights)
+        rates[params] = Rate(0, rates[params].split + weights)
+    return rates
+
+
+def states_bytes(view: View, stage: int) -> dict[Memory, int]:
+    """Bytes of the model states on one GPU, and in a node's host memory and disks."""
+    s = view.subject
+    assert s.num_params is not None
+    trained = s.num_params if s.trainable is None else s.trainable
+    frozen, kept = s.num_params - trained, places(view, stage)[1]
+    found = {}
+    for memory, rate in state_rates(view, stage).items():
+        ranks = (s.gpus or 1) if memory == "GPU" else s.nodes
+        beside = Rate(0, view.itemsize) if stage == 3 else Rate(view.itemsize, 0)
+        found[memory] = rate.of(trained, ranks) + (beside.of(frozen, ranks) if memory == kept else 0)
+    return found
 
 
 def _states(view: View, num_params: int) -> list[Cost]:
-    s = view.subject
-    gpu, host = state_rates(view)
+    s, rates = view.subject, state_rates(view, view.stage)
     found = []
-    if s.trainable is not None:
-        stage, world = view.stage, s.gpus or 1
-        frozen = Rate(0, view.itemsize) if stage == 3 else Rate(view.itemsize, 0)
-        nbytes = frozen.of(num_params - s.trainable, world) + gpu_rate(view).of(s.trainable, world)
-        found.append(Cost("model states", nbytes, "GPU", f"{s.trainable:,} of {num_params:,} parameters trained"))
-    elif gpu.whole + gpu.split and (s.gpus is not None or not gpu.split):
-        n = s.gpus or 1
-        found.append(
-            Cost("model states", gpu.of(num_params, n), "GPU", f"{gpu.formula()}, P = {num_params:,}, N = {n}")
-        )
-    if host.split and s.trainable is None:
-        per_node = host.of(num_params, s.nodes)
-        found.append(
-            Cost("offloaded states", per_node, "host", f"{host.split}P{f' / {s.nodes} nodes' * (s.nodes > 1)}")
-        )
+    for memory, nbytes in states_bytes(view, view.stage).items():
+        rate, gpu = rates[memory], memory == "GPU"
+        if not nbytes or (gpu and rate.split and s.gpus is None and s.trainable is None):
+            continue
+        if s.trainable is not None:
+            formula = f"{s.trainable:,} of {num_params:,} parameters trained"
+        elif gpu:
+            formula = f"{rate.formula()}, P = {num_params:,}, N = {s.gpus or 1}"
+        else:
+            formula = f"{rate.split}P{f' / {s.nodes} nodes' * (s.nodes > 1)}"
+        found.append(Cost("model states" if gpu else "offloaded states", nbytes, memory, formula))
     if view.stage == 3 and view.zero.get("stage3_gather_16bit_weights_on_model_save") is True:
         found.append(Cost("gathered model on each save", 2 * num_params, "host", "2P on rank 0"))
     return found

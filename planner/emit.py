@@ -176,6 +176,10 @@ def _fsdp2(plan: Plan) -> tuple[str, tuple[str, ...]]:
         )
     if plan.choice.precision == "fp16":
         raise ZplanError("fp16 is not built into the FSDP2 script yet", "plan with --precision bf16")
+    if plan.choice.stage == 0:
+        notes = [_whose(plan, "DDP has gradients and reduce buckets of its own")]
+        notes.append("stage 0 is DDP: whole fp32 parameters and gradients on every rank, bf16 by autocast alone")
+        return fsdp2_script(plan), tuple(notes if plan.choice.precision == "bf16" else notes[:1])
     notes = [_whose(plan, "FSDP2 has gathered copies and a reduce input of its own")]
     if plan.choice.stage in (1, 2) and plan.choice.runtime == "zplan":
         notes.append("FSDP2 has no stage 1 or 2: blocks stay gathered between forward and backward instead")

@@ -122,6 +122,8 @@ def find_gpu(name: str) -> tuple[Gpu, tuple[str, ...]]:
     exact = [r for r in rows if wanted == _words(r.name)] or [r for r in rows if wanted == _words(r.device_name)]
     loose = [r for r in rows if wanted <= _words(r.name) | _words(r.device_name)]
     found = (exact or loose) if wanted else []
+    if not found and any(mark in name for mark in ",+;"):
+        raise ZplanError(f"`--gpu {name}` names several GPUs", "zplan plans for cards of one kind: name the smallest")
     if not found:
         near = did_you_mean(name.lower(), [r.name.lower() for r in rows])
         if near:

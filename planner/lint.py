@@ -244,9 +244,9 @@ def headline(view: View) -> str:
         parts.append(f"optimizer states on {view.offload('optimizer')}")
     if view.offload("param") != "none":
         parts.append(f"parameters on {view.offload('param')}")
-    host = state_rates(view)[1]
-    if host.split:
-        parts.append(f"{host.split} bytes a parameter in host memory")
+    for memory, rate in state_rates(view, view.stage).items():
+        if memory != "GPU" and rate.split:
+            parts.append(f"{rate.split} bytes a parameter {'in host memory' if memory == 'host' else 'on NVMe'}")
     return ", ".join(parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from zplan.planner.costs import PER_RANK_ACTIVATIONS, Cost, costs
+from zplan.planner.costs import PER_RANK_ACTIVATIONS, Cost, costs, places, states_bytes
 from zplan.planner.dsschema import LEAF_CLASSES_BUILT_IN
 from zplan.planner.lint import Finding, View
 from zplan.planner.textbook import TEXTBOOK, least_ranks
@@ -45,7 +45,7 @@ def states_fit(view: View, found: Iterable[Cost]) -> Iterator[Finding]:
     """The same for costs that are known already."""
     s = view.subject
     for cost in found:
-        limit = s.mem_bytes if cost.tier == "GPU" else s.host_mem_bytes
+        limit = {"GPU": s.mem_bytes, "host": s.host_mem_bytes}.get(cost.tier)
         if limit is None or cost.name not in ("model states", "offloaded states", "gathered model on each save"):
             continue
         if cost.nbytes > limit:
@@ -60,14 +60,17 @@ def states_fit(view: View, found: Iterable[Cost]) -> Iterator[Finding]:
 
 def _way_out(view: View) -> str:
     s = view.subject
-    if s.num_params is None or s.mem_bytes is None or s.gpus is None or s.trainable is not None:
+    if s.num_params is None or s.mem_bytes is None or s.gpus is None:
         return "more GPUs, or offload"
     for stage in range(view.stage + 1, 4):
-        nbytes = TEXTBOOK[stage].of(s.num_params, s.gpus)
+        nbytes = states_bytes(view, stage)["GPU"]
         if nbytes <= s.mem_bytes:
             return f"stage {stage} needs {format_si(nbytes)}"
-    least = least_ranks(s.num_params, s.mem_bytes)
-    return f"stage 3 needs at least {least} such GPUs, or offload"
+    states, params = places(view, 3)
+    if s.trainable is not None or (states, params) != ("GPU", "GPU"):
+        left = [name for name, where in (("optimizer", states), ("parameters", params)) if where == "GPU"]
+        return f"more GPUs, or offload of the {' and the '.join(left)}" if left else "more GPUs"
+    return f"stage 3 needs at least {least_ranks(s.num_params, s.mem_bytes)} such GPUs, or offload"
 
 
 def lower_stage(view: View) -> Iterator[Finding]:

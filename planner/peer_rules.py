@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from zplan.planner.batch import nearest_multiples
 from zplan.planner.config import Choice, Offload
 from zplan.planner.errors import ZplanError
 from zplan.planner.models import Architecture
@@ -149,5 +150,6 @@ def data_parallel(num_gpus: int, fixed: Mapping[str, Any]) -> int:
     if num_gpus % each:
         sizes = {field: fixed.get(field, 1) for field in list(PARALLEL)[:3]}
         words = " x ".join(f"{PARALLEL[f]} {n}" for f, n in sizes.items() if n > 1)
-        raise ZplanError(f"`--gpus {num_gpus}` does not split into groups of {words} = {each}", f"use --gpus {each}")
+        near = nearest_multiples(num_gpus, each)
+        raise ZplanError(f"`--gpus {num_gpus}` does not split into groups of {words} = {each}", f"use --gpus {near}")
     return num_gpus // each

@@ -39,6 +39,8 @@ _TOP = (
 def parse_plan(document: Mapping[str, Any], source: str) -> Plan:
     """A plan from its JSON object."""
     where = f"`{source}`"
+    if "ledger" not in document and "zero_optimization" in document:
+        raise ZplanError(f"{where} is a DeepSpeed config, no plan", f"zplan plan --model NAME --config {source}")
     schema = want_int("schema_version", where, document.get("schema_version"))
     made_by = document.get("zplan_version")
     if schema > SCHEMA_VERSION:

@@ -240,7 +240,7 @@ def _lines(e: Estimate) -> list[str]:
     """The ledger of the choice in its peak phase, largest first."""
     live = sorted(e.row.ledger.live(e.row.peak_phase), key=lambda found: -found[0].nbytes * found[1])
     shown = [(x, n) for x, n in live if n * x.nbytes >= SMALL]
-    rows = [[x.id, x.kind, _times(n, x.nbytes), format_gib(n * x.nbytes), _source(x)] for x, n in shown]
+    rows = [[x.id, x.kind, _times(n, x.nbytes), format_gib(n * x.nbytes), _source(x, n)] for x, n in shown]
     small = sum(n * x.nbytes for x, n in live[len(shown) :])
     if small:
         rows.append([f"{len(live) - len(shown)} smaller lines", "", "", format_gib(small), "--json lists them"])
@@ -269,8 +269,9 @@ def _times(count: int, nbytes: int) -> str:
     return f"{count} x {format_small(nbytes)}" if count > 1 else format_small(nbytes)
 
 
-def _source(line: Line) -> str:
-    low, high = line.bounds
+def _source(line: Line, count: int) -> str:
+    """Where the number of so many instances comes from, and between what they lie."""
+    low, high = (count * bound for bound in line.bounds)
     between = f" {told_range(low, high)}" if low != high and line.source != "allocated" else ""
     return f"{line.source}{between}: {line.note}" if line.note else f"{line.source}{between}"
 

@@ -58,6 +58,11 @@ def need(row: Row) -> str:
     return gib(row.peak_bytes) + (f" (up to {format_gib(row.high_bytes)})" if decides else "")
 
 
+def lack(row: Row) -> str:
+    """What a row needs that does not fit: with the upper end, by which it is told how much is missing."""
+    return gib(row.peak_bytes) + (f" (up to {format_gib(row.high_bytes)})" if row.high_bytes > row.peak_bytes else "")
+
+
 def card_of(row: Row) -> str:
     """What it may take: the card, and what is kept free of it."""
     kept = f" less {gib(row.margin_bytes)} of margin" if row.margin_bytes else ""
@@ -117,7 +122,7 @@ def judge(row: Row, single: Row) -> Verdict:
     if not row.fits and row.spare_bytes >= 0:
         return Verdict("no-fit", _beside_the_card(row))
     if not row.fits:
-        return Verdict("no-fit", f"Does not fit: {name_of(row)} needs {need(row)} of {card}, {short_by(row)}.")
+        return Verdict("no-fit", f"Does not fit: {name_of(row)} needs {lack(row)} of {card}, {short_by(row)}.")
     spare = f"at least {gib(row.spare_bytes)} to spare"
     if n == 1:
         return Verdict("one-gpu", f"One GPU is enough: it needs {need(row)} of {card}, with {spare}.")
@@ -303,7 +308,8 @@ def _checkpointing_reason(search: Search, row: Row) -> str:
         )
     without = search.row(replace(row.choice, checkpointing="none"))
     if without.spare_bytes < 0:
-        return f"without it {need(without)} are needed, {gib(-without.spare_bytes)} more than the card has"
+        kept = " less the margin" if without.margin_bytes else ""
+        return f"without it {lack(without)} are needed, {gib(-without.spare_bytes)} more than the card has{kept}"
     share = format_percent(without.spare_bytes, without.capacity_bytes)
     if without.roomy:
         return "it fits without too, but no faster"

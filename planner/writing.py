@@ -24,10 +24,17 @@ def render(value: Any, depth: int = 0) -> str:
 
 
 def write_files(texts: Mapping[str, str]) -> None:
-    """Write files so that each is replaced only by its whole new text, and none if one can't be written in full."""
+    """Write files so that each is replaced only by its whole new text, and none if one can't be written in full.
+
+    A device or a pipe (`/dev/null`, `/dev/stdout`) is written into: replacing it would take it from everybody else.
+    """
     temporary: dict[str, str] = {}
     try:
         for name, text in texts.items():
+            if os.path.exists(name) and not os.path.isfile(name):
+                with open(name, "w", encoding="utf-8") as f:
+                    f.write(text)
+                continue
             temporary[name] = f"{name}.{os.getpid()}.tmp"
             with open(temporary[name], "x", encoding="utf-8") as f:
                 f.write(text)
@@ -35,7 +42,7 @@ def write_files(texts: Mapping[str, str]) -> None:
                 os.fsync(f.fileno())
         for name, temp in temporary.items():
             os.replace(temp, name)
-        for folder in {os.path.dirname(os.path.abspath(name)) for name in texts}:
+        for folder in {os.path.dirname(os.path.abspath(name)) for name in temporary}:
             fd = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(fd)

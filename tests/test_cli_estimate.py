@@ -141,7 +141,7 @@ ERRORS = [
     (
         [*HEADLINE, "--gpus", "x"],
         "error: invalid value for '--gpus': 'x' is not a valid integer\n\n"
-        "hint: `zplan estimate --help` shows the options\n",
+        "hint: write a whole number in digits, such as 2048\n",
     ),
     (
         [*HEADLINE, "--config", "nothing.json"],

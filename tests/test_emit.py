@@ -157,7 +157,9 @@ def test_a_models_config_comes_back_as_the_same_shape(folder, family):
 @pytest.mark.parametrize("changes", CHOICES, ids=lambda c: f"stage{c['stage']}")
 def test_the_fsdp2_script_says_what_the_plan_says(folder, changes):
     plan = make(folder, **changes)
-    text = emit(plan, "fsdp2")[0]
+    text, notes = emit(plan, "fsdp2")
+    assert ("stage 0 is DDP" in " ".join(notes)) is (plan.choice.stage == 0)
+    assert ("fp32 shards" in " ".join(notes)) is (plan.choice.stage > 0 and plan.choice.precision == "bf16")
     names: dict = {}
     head = text[text.index("WORLD_SIZE = ") : text.index("\n\n\ndef build")]
     compile(text, "train_fsdp2.py", "exec")

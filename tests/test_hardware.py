@@ -72,6 +72,7 @@ def test_a_label_stands_in_where_no_total_is_known():
         ("RTX 3080", "could be RTX 3080 10GB, RTX 3080 12GB", "one of these"),
         ("RTX 4091", "unknown GPU `RTX 4091`", "did you mean `RTX 4090`?"),
         ("toaster", "unknown GPU `toaster`", "zplan gpus"),
+        ("RTX 4090,H100 SXM 80GB", "names several GPUs", "cards of one kind: name the smallest"),
         ("", "unknown GPU", "zplan gpus"),
     ],
 )

@@ -1,6 +1,7 @@
 """Intervals of totals: from the sources of their lines, and the verdict by the upper end."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from zplan.planner.hardware import hardware_from
 from zplan.planner.interval import Margin, parse_margin
 from zplan.planner.ledger import SPREAD_PERCENT, Ledger, Line
 from zplan.planner.overhead import MEASURED, constants
+from zplan.planner.report import report
 from zplan.planner.units import GIB
 
 SOURCES = tuple(SPREAD_PERCENT)
@@ -110,6 +112,22 @@ def test_it_fits_when_the_upper_end_does():
         assert not less.fits and less.verdict.code == "no-fit"
         assert " GiB (up to " in less.verdict.text
         assert less.remedies and all(r.spare_bytes >= 0 for r in less.remedies)
+
+
+def test_what_is_missing_is_told_from_the_upper_end_which_is_named():
+    found = zplan.estimate(params="7e9", gpus=1, mem=24)
+    room = re.search(r"needs ([\d.]+) GiB \(up to ([\d.]+)\) of ([\d.]+) GiB, ([\d.]+) GiB over", found.verdict.text)
+    peak, most, card, over = map(float, room.groups())
+    assert peak < most and abs(most - card - over) < 0.011
+    eager = zplan.estimate(params="7e9", gpus=8, mem=24)
+    reason = next(d.reason for d in eager.decisions if d.name == "checkpointing")
+    most, over = map(float, re.search(r"\(up to ([\d.]+)\) are needed, ([\d.]+) GiB more", reason).groups())
+    assert abs(most - 24 - over) < 0.011
+
+
+def test_a_line_of_several_instances_has_the_bounds_of_all():
+    text = report(zplan.estimate(params="7e9", gpus=8, mem=24))
+    assert re.search(r"overhead\.cublas .* 2 x 32\.00 MiB +0\.06  estimate 0\.02 to 0\.06:", text)
 
 
 def test_margin_is_kept_beyond_the_interval():

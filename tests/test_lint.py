@@ -325,6 +325,41 @@ def test_states_on_the_card_and_on_the_host():
     assert "stage-3-where-lower-fits" not in check(zero(3), num_params=7 * 10**9, gpus=8, mem_bytes=24 * 2**30).rules
 
 
+@pytest.mark.parametrize(
+    ("stage", "offload", "expected"),
+    [
+        (3, {"optimizer": "nvme", "param": "nvme"}, {"NVMe": 18}),
+        (3, {"optimizer": "nvme", "param": "cpu"}, {"host": 2, "NVMe": 16}),
+        (3, {"optimizer": "nvme"}, {"GPU": 2 / 8, "NVMe": 16}),
+        (3, {"param": "nvme"}, {"GPU": 14 / 8, "NVMe": 2}),
+        (3, {"param": "cpu"}, {"GPU": 14 / 8, "host": 2}),
+        (2, {"optimizer": "nvme"}, {"GPU": 2, "host": 16}),
+        (1, {"param": "nvme"}, {"GPU": 4 + 12 / 8}),
+    ],
+    ids=str,
+)
+def test_states_lie_in_the_memory_that_the_config_sends_them_to(stage, offload, expected):
+    p = 70_000_000_000
+    blocks = {f"offload_{what}": {**NVME, "device": device} for what, device in offload.items()}
+    r = check({**MICRO, "bf16": {"enabled": True}} | zero(stage, **blocks), num_params=p, gpus=8)
+    found = {c.tier: c.nbytes for c in r.costs if c.name in ("model states", "offloaded states")}
+    assert found == {tier: rate * p for tier, rate in expected.items()}
+
+
+def test_the_way_out_counts_what_is_offloaded_already():
+    half, card = {**MICRO, "bf16": {"enabled": True}}, {"num_params": 13 * 10**9, "gpus": 8, "mem_bytes": 24 * 2**30}
+    r = check(half | zero(2, offload_optimizer=CPU), **card)
+    assert [f.fix for f in r.findings if f.rule == "states-do-not-fit"] == ["stage 3 needs 3.25 GB"]
+    larger = {**card, "num_params": 405 * 10**9}
+    r = check(half | zero(3, offload_optimizer=CPU), **larger)
+    fixes = [f.fix for f in r.findings if f.rule == "states-do-not-fit"]
+    assert fixes == ["more GPUs, or offload of the parameters"]
+    nowhere = zero(3, offload_optimizer=NVME, offload_param=NVME)
+    assert "states-do-not-fit" not in errors(check(half | nowhere, **larger))
+    adapters = check(half | zero(3, offload_optimizer=CPU, offload_param=CPU), **larger, trainable=10**9)
+    assert cost(adapters, "offloaded states") == 2 * 404 * 10**9 + 18 * 10**9, "frozen weights lie with the others"
+
+
 def test_frozen_and_narrow_states_at_their_own_size():
     """fp32 weights that nobody trains are 4 bytes each; bf16 masters and moments make 16 bytes of a parameter 10."""
     p = 12_900_000_000
@@ -422,6 +457,13 @@ LAYERS = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
 
 def fsdp(**more):
     return {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {**FULL_SHARD, **more}}
+
+
+def test_offloaded_states_of_fsdp_are_those_of_a_node():
+    half = fsdp(fsdp_offload_params=True)
+    (states,) = check(half, num_params=7 * 10**9, gpus=16, nodes=2).costs
+    assert (states.tier, states.nbytes) == ("host", 16 * 7 * 10**9 * 8 // 16)
+    assert states.formula == "16 B x 7,000,000,000 trained of 7,000,000,000 / 16 x 8 ranks of a node"
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ RULES = [
     ({"runtime": "ddp", "saving": "background"}, "`--saving background`", "foreground"),
     ({"runtime": "fsdp2", "checkpointing": "selective"}, "`--checkpointing selective`", "full"),
     ({"runtime": "ddp", "lora": 8}, "`--lora`", "--runtime zplan"),
-    ({"runtime": "fsdp2", "tp": 3}, "does not split into groups", "--gpus 3"),
+    ({"runtime": "fsdp2", "tp": 3}, "does not split into groups", "--gpus 6 or 9"),
     ({"runtime": "fsdp2", "tp": 64, "gpus": 64}, "`--tp 64` does not divide 32 heads", "--tp 32"),
     ({"runtime": "fsdp2", "cp": 8, "seq": 100}, "`--cp 8` does not divide 100 tokens", "--cp 5"),
     ({"runtime": "deepspeed", "pp": 8, "gpus": 24, "model": "llama-3.2-3b"}, "`--pp 8` does not divide 28", "--pp 7"),

@@ -108,6 +108,27 @@ def test_a_folder_that_is_not_there(plan, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_pipes_and_devices_are_written_into_and_stay_what_they_are(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    write_files({str(pipe): "text"})
+    assert os.read(reader, 100) == b"text" and pipe.is_fifo()
+    os.close(reader)
+    if os.path.exists("/dev/full"):
+        full = tmp_path / "full"
+        full.symlink_to("/dev/full")
+        with pytest.raises(ZplanError, match="full` cannot be written: no space left on device"):
+            write_files({str(full): "text"})
+        assert full.is_symlink()
+
+
+def test_a_config_in_the_place_of_a_plan_is_told_as_one():
+    with pytest.raises(ZplanError, match="`ds.json` is a DeepSpeed config, no plan") as e:
+        parse_plan({"train_batch_size": 8, "zero_optimization": {"stage": 3}}, "ds.json")
+    assert e.value.hint == "zplan plan --model NAME --config ds.json"
+
+
 def test_rendering_is_json_with_one_row_a_line():
     value = {"a": [{"x": 1, "y": [1, 2]}, {"x": 2, "y": []}], "b": {"c": [1.5, None, True], "d": {}}, "é": "ü\n"}
     text = render(value)

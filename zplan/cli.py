@@ -90,7 +90,10 @@ def main(args: list[str] | None = None) -> None:
             print(e.format_message(), file=sys.stderr)  # noqa: T201
             sys.exit(2)
         path = e.ctx.command_path if e.ctx else "zplan"
-        code = _complain(_lower(e.format_message()), f"`{path} --help` shows the options", 2)
+        message = _lower(e.format_message())
+        digits = message.endswith("is not a valid integer")
+        hint = "write a whole number in digits, such as 2048" if digits else f"`{path} --help` shows the options"
+        code = _complain(message, hint, 2)
     except (KeyboardInterrupt, click.Abort):
         code = _complain("stopped", None, 130)
     except BrokenPipeError:
