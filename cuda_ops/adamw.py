@@ -208,6 +208,14 @@ class FusedAdamW:
                     s.half_copy.copy_(master)
 
 
+def load(device: torch.device, *, split: bool, grads: Sequence[torch.dtype]) -> None:
+    """Load the kernels for split masters or whole ones and gradients of these dtypes, before a step needs them."""
+    if compiler.usable(device):
+        for dtype in grads:
+            defines = {**(compiler.TUNED_SPLIT if split else {}), "GRAD": KINDS[dtype]}
+            compiler.kernel("adamw", "adamw", device.index or 0, defines)
+
+
 def table_words(num_slices: int) -> int:
     """Elements of the int64 table for so many slices."""
     assert ctypes.sizeof(_Row) == 8 * WORDS

@@ -236,4 +236,4 @@ def _kernel(name: str, function: str, index: int, defines: tuple[tuple[str, int]
 
 def kernel(name: str, function: str, index: int, defines: Mapping[str, int] | None = None) -> Kernel:
     """A function of `csrc/<name>.cu`, compiled and loaded at most once a process. `index` is the CUDA device's."""
-    return _kernel(name, function, index, tuple(sorted((defines or {}).items())))
+    return _kernel(name, function, index, tuple(sorted({**TUNED[name], **(defines or {})}.items())))

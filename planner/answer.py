@@ -15,6 +15,7 @@ from zplan.planner.evaluation import Row
 from zplan.planner.hardware import Hardware, hardware_from
 from zplan.planner.ledger import Line
 from zplan.planner.models import ModelSpec
+from zplan.planner.placement import single_gradients
 from zplan.planner.request import Request
 from zplan.planner.search import STAGES, Search
 from zplan.planner.sources import Model, model_from
@@ -44,6 +45,12 @@ NOT_COUNTED = (
     "of the host's memory: the page cache and data loading",
 )
 """What no row holds. Every table says so."""
+
+WIDENED = (
+    "2 bytes a parameter until the step after a second backward, `engine.penalty` or a write to gradients: one GPU "
+    "without accumulation keeps them in bf16"
+)
+"""Nor this, on one GPU. See [Note: single gradients] in `planner/placement.py`."""
 
 
 class DoesNotFit(ZplanError):
@@ -102,7 +109,7 @@ class Estimate:
     def not_counted(self) -> tuple[str, ...]:
         """What no row holds."""
         if self.counted:
-            return NOT_COUNTED
+            return (*NOT_COUNTED, *([WIDENED] if single_gradients(self.row.choice) else []))
         kind = self.model.arch.family
         return (f"activations: model_type `{kind}` has no op list yet, so these are states and buffers", *NOT_COUNTED)
 

@@ -1,4 +1,4 @@
-"""Lines of the runtime's working buffers: ring, reduce slots, fp32 gradients, placeholders.
+"""Lines of the runtime's working buffers: ring, reduce slots, reduced gradients, placeholders.
 
 [Note: fixed order] Sums of floats depend on their order. A deterministic run adds up each micro-step's gradients over
 ranks in rank order, by the exchange, and the micro-steps one after another, at every stage. So stage 1 keeps gradient
@@ -69,7 +69,7 @@ def page_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) 
 
 
 def full_gradients(choice: Choice) -> bool:
-    """Whether a rank accumulates whole fp32 gradients rather than its shard of them.
+    """Whether a rank accumulates whole gradients rather than its shard of them.
 
     On one rank and at stage 0 there is nothing to scatter to; at stage 1 with accumulation the reduce waits for the
     last micro-step, so every rank adds up whole gradients until then. See [Note: fixed order] for where it can't wait.

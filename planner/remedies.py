@@ -10,6 +10,7 @@ from zplan.planner.batch import divisors
 from zplan.planner.config import Choice, Offload, Place
 from zplan.planner.evaluation import Row
 from zplan.planner.interval import Margin
+from zplan.planner.placement import single_gradients
 from zplan.planner.search import Search
 from zplan.planner.tiers import Memory, TierUse
 from zplan.planner.units import GIB, format_gib
@@ -145,6 +146,10 @@ def _candidates(search: Search, c: Choice) -> Iterator[tuple[str, str, Choice]]:
         yield f"stage {top}", f"--stage {top}", replace(c, stage=top)
     if c.saving == "background" and not search.row(c).off_device.fits:
         yield "checkpoints in the foreground", "--saving foreground", replace(c, saving="foreground")
+    if c.accumulation > 1 and single_gradients(replace(c, accumulation=1)):
+        micro = c.micro_batch * c.accumulation
+        option = f"--micro-batch {micro} --accumulation 1"
+        yield f"micro-batch {micro}, accumulation 1", option, replace(c, micro_batch=micro, accumulation=1)
     if c.checkpointing == "none":
         yield "full checkpointing", "--checkpointing full", replace(c, checkpointing="full")
     smaller = _smaller_batch(search, c)

@@ -104,7 +104,11 @@ class Search(Evaluation):
     def best(self, stage: int, batches: Sequence[Batch]) -> Row:
         """The row of one stage by the rules; where nothing fits, the leanest."""
         found = self.candidates(stage, batches)
-        return self.fastest(found) if found else self.row(self.choice(stage, batches[0], self.checkpointings[-1]))
+        if found:
+            return self.fastest(found)
+        # Without accumulation one rank keeps bf16 gradients, so that one large micro-batch may be leaner than many.
+        ends = dict.fromkeys((batches[0], batches[-1]))
+        return min((self.row(self.choice(stage, b, self.checkpointings[-1])) for b in ends), key=lambda r: r.peak_bytes)
 
     def rows(self) -> tuple[Row, ...]:
         """One row for each stage."""
@@ -146,6 +150,9 @@ class Search(Evaluation):
         offload = self.request.get("offload")
         stage = 3 if offload is not None and offload.params != "none" else self.stages[0]
         alone = self._without(("optimizer_in_backward",)) if times > 1 else self
+        fixed = self.request.get("micro_batch") is not None or self.request.get("accumulation") is not None
+        if times > 1 and not fixed:
+            return alone.best(stage, alone.batches(1))
         return alone.best(stage, [Batch(b.micro, b.accumulation * times, 1) for b in self.batches(world_size)])
 
     def _without(self, names: Sequence[str]) -> Search:

@@ -183,6 +183,8 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
         value = getattr(row.choice, name)
         by = search.request.fixed_by.get(name)
         reason = f"asked by {by}" if by else reasons.get(name, _DEFAULTS.get(name, ""))
+        if not by and name == "precision" and row.choice.world_size == 1:
+            reason = reason.removesuffix(REDUCTION)
         if by and name == "piece_numel":
             nbytes = format_small(value * row.choice.reduce_itemsize)
             reason = f"{reason}; elements, {nbytes} in {row.choice.reduce_dtype}"
@@ -216,9 +218,11 @@ def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
         yield Decision(name, value, not by, f"{reason}; estimate only: {why}" if why else reason)
 
 
+REDUCTION = "; fp32 reduction"
+
 _DEFAULTS: dict[str, str] = {
     "seq": "",
-    "precision": "bf16 weights that are the upper halves of fp32 master weights; fp32 reduction",
+    "precision": f"bf16 weights that are the upper halves of fp32 master weights{REDUCTION}",
     "attention": "torch's fused attention keeps no score matrix",
     "cross_entropy": "torch's, from whole logits in fp32; `fused` never holds them in full",
     "kernels": "torch's own norms, gates and rotary embeddings",

@@ -108,10 +108,9 @@ class Collectives:
     def exchange_slices(self, received: Tensor, full: Tensor, unit: str, shared: Shared | None = None) -> None:
         """Send every rank its slice of `full`; `received` gets this rank's slice of every rank's, in rank order.
 
-        Both 1D, as long as each other. Where `full` is a view of a `shared` buffer, by copies, and `received` gets the
-        other ranks' alone. What a reduce-scatter
-        moves, but in the dtype of the values rather than of their sum, which the receiver takes in fp32 and in rank
-        order.
+        Both 1D, as long as each other. Where `full` is a view of a `shared` buffer, by copies: `received` then lacks
+        this rank's own slice, which stays in the buffer. What a reduce-scatter moves, but in the dtype of the values
+        rather than of their sum, which the receiver takes in fp32 and in rank order.
         """
         self._announce("exchange", unit)
         if shared is not None:

@@ -262,7 +262,8 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward calls inside do not end their micro-step: gradients are added to those of the next one outside.
 
-        They are summed and not averaged, as in DDP. Nothing is sent at stages 0 and 1 with accumulation unless
+        They are summed and not averaged, as in DDP, in fp32: where one rank without accumulation keeps them in bf16,
+        2 bytes a parameter more until the step. Nothing is sent at stages 0 and 1 with accumulation unless
         `deterministic`; elsewhere each adds to the shard.
         """
         if self.in_backward is not None:
@@ -281,6 +282,11 @@ class Engine(nn.Module):
         self._alive()
         if self.reducer.held:
             raise ZplanError("`step` inside `no_sync`", "call it after the last backward of the micro-step, outside")
+        if self.hooks.in_task:
+            raise ZplanError(
+                "`step` after a backward that broke off, with gradients of some units only",
+                "call `engine.reset_step()` on every rank and run the step's forwards anew",
+            )
         if not self.is_gradient_accumulation_boundary():
             return
         self.sentinels.hide()
@@ -343,7 +349,8 @@ class Engine(nn.Module):
 
         The way to such a term at stage 3, where parameters are not whole outside their units. Call it once in a step,
         between its first forward and `step`, on every rank; it counts once, whatever the accumulation. Its gradient is
-        in norm and clipping. Costs a pass over weights and gradients.
+        in norm and clipping. Costs a pass over weights and gradients, and 2 bytes a parameter until the step where one
+        rank without accumulation keeps gradients in bf16.
 
         Returns
         -------

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zplan.cuda_ops import compiler
+from zplan.cuda_ops.adamw import load
 from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
@@ -115,6 +116,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             assert self.scratch is not None
             return CHUNKED[name](self.scratch)
         if self.table is not None and compiler.usable(arena.device):
+            split, single = splits_masters(self.choice), single_gradients(self.choice)
+            load(self.table.device, split=split, grads=(torch.float32, *((torch.bfloat16,) if single else ())))
             return KernelAdamW(self.table)
         if not splits_masters(self.choice):
             return TorchFused(name)

@@ -1,6 +1,6 @@
 """Takes a unit's gradients as they land, sums them over ranks and keeps what this rank needs.
 
-[Note: late gradients] With accumulation 1 a unit's fp32 gradient exists only from its reduce to the step, while
+[Note: late gradients] With accumulation 1 a unit's reduced gradient exists only from its reduce to the step, while
 activations shrink. With more it persists, and the first micro-step overwrites what the last step left. Reduces are
 issued strictly in the order of the units (last unit first), whatever order gradients land in, so that ranks can't
 disagree. Where backward updates (`runtime/in_backward.py`), one unit's exists at a time.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zplan.cuda_ops.sums import sum_slices
-from zplan.planner.buffers import full_gradients, received_numel, reduced_numel, uses_reduce_slots
+from zplan.planner.buffers import full_gradients, received_numel, reduced_numel, slot_numel, uses_reduce_slots
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import single_gradients
@@ -62,9 +62,9 @@ class Reducer:
         self.retained: list[tuple[str, Tensor]] = []
         """(size class, gradient) of the unit that was reduced last."""
         self.copied: torch.cuda.Event | None = None
-        self.slot_numel = max((u.layout.max_piece_numel for u in units), default=0)
-        self.received_numel = received_numel([u.placement for u in units], choice)
-        self.reduced_numel = reduced_numel([u.placement for u in units], choice)
+        placements = [u.placement for u in units]
+        self.slot_numel, self.received_numel = slot_numel(placements, choice), received_numel(placements, choice)
+        self.reduced_numel = reduced_numel(placements, choice)
         self.micro_step = 0
         """Micro-steps that have ended in this step."""
         self.fresh = False

@@ -37,7 +37,8 @@ class Summoned:
     """Context in which a module's parameters are whole.
 
     Costs one compute-dtype copy of each ringed unit touched, and an fp32 copy of every unit for gradients and for each
-    moment. Where masters are in halves, `write` costs a bf16 copy of this rank's slices of each resident unit.
+    moment. Writing to gradients makes those fp32 that one rank keeps in bf16. Where masters are in halves, `write`
+    costs a bf16 copy of this rank's slices of each resident unit.
     """
 
     def __init__(

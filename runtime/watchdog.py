@@ -176,15 +176,19 @@ class Watchdog:
     def _free(self) -> None:
         """End waits of the device: NCCL's communicators are aborted, and the next call raises the verdict.
 
-        An abort itself waits where the device is in a barrier of shared memory, so each has a thread that nobody joins.
+        An abort itself waits where the device is in a barrier of shared memory, so each has a thread of its own, which
+        is waited for no longer than `GRACE_S`.
         """
         assert self.verdict is not None
         groups = [g for g in {self.mesh.gathers, self.mesh.reduces} if g is not None and dist.get_backend(g) == "nccl"]
         if groups:
             sys.stderr.write(f"zplan: error: {self.verdict.message}\n")
-        for group in groups:
-            abort = group._get_backend(self.mesh.device).abort
-            threading.Thread(target=abort, name="zplan abort", daemon=True).start()
+        aborts = [threading.Thread(target=g._get_backend(self.mesh.device).abort, daemon=True) for g in groups]
+        for abort in aborts:
+            abort.start()
+        end = time.monotonic() + GRACE_S
+        for abort in aborts:
+            abort.join(max(0.0, end - time.monotonic()))
 
     def _insist(self) -> None:
         """End this process where training has not noticed the verdict: its device waits for what never comes."""

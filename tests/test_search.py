@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import zplan
 from zplan.planner.batch import Batch
 from zplan.planner.errors import ZplanError
 from zplan.planner.evaluation import MARGIN
@@ -214,3 +215,30 @@ def test_the_headline_choice():
     assert GIB < row.spare_bytes and s.longest_seq(row) > 8192
     assert [r.fits for r in s.rows()] == [False, False, False, True]
     json.dumps([d.value for d in decisions(s, row, s.rows())])
+
+
+def least(**asked):
+    """Peak of the row to run, and of one large micro-batch."""
+    rows = [zplan.estimate(params="7e9", gpus=1, **asked, **more).row for more in BATCHES]
+    return [r.peak_bytes for r in rows], rows[0]
+
+
+BATCHES = ({"global_batch": 8}, {"micro_batch": 8, "accumulation": 1}, {"micro_batch": 1, "accumulation": 8})
+
+
+def test_the_row_that_misses_by_least_is_the_leanest_of_its_batches():
+    """Without accumulation one rank keeps bf16 gradients, so that one large micro-batch is leaner than eight."""
+    (found, large, small), row = least(mem=90)
+    assert not row.fits and found == min(large, small) == large
+
+
+def test_one_gpu_is_asked_alike_alone_and_beside_others():
+    alone = zplan.estimate(params="7e9", gpus=1, mem=100, global_batch=2)
+    beside = zplan.estimate(params="7e9", gpus=2, mem=100, global_batch=2)
+    assert alone.fits and beside.single.peak_bytes == alone.row.peak_bytes
+
+
+def test_less_accumulation_is_offered_where_it_is_what_does_not_fit():
+    answer = zplan.estimate(params="7e9", gpus=1, mem=100, micro_batch=1, accumulation=2)
+    assert not answer.fits
+    assert "--micro-batch 2 --accumulation 1" in [r.option for r in answer.remedies]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import zplan
 from zplan.planner.config import Choice
+from zplan.planner.errors import ZplanError
 from zplan.planner.placement import single_gradients
 from zplan.planner.textbook import runtime_rate
 from zplan.runtime.halves import values_of
@@ -82,6 +84,23 @@ def test_what_is_written_through_summon_and_a_penalty_keep_their_bits():
     engine.penalty(l2=1e-3)
     engine.step()
     assert float(engine.grad_norm) > float(torch.cat([g.flatten() for g in after.values()]).norm())
+    engine.close()
+
+
+def test_a_step_after_a_backward_that_broke_off_is_refused():
+    engine = engine_of()
+    loss = engine(batch(1)).square().mean()
+
+    def fail(_grad):
+        raise ValueError("seven")
+
+    engine.module[1][0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="seven"):
+        engine.backward(loss)
+    with pytest.raises(ZplanError, match="`step` after a backward that broke off") as caught:
+        engine.step()
+    assert "`engine.reset_step()`" in caught.value.hint
+    engine.reset_step()
     engine.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,12 +12,13 @@ import torch
 import torch.distributed as dist
 import workload as w
 
+from zplan.cuda_ops.sums import sum_slices
 from zplan.planner.buffers import page_lines, shared_sizes
 from zplan.planner.config import Choice
 from zplan.planner.placement import place
 from zplan.planner.predict import predict
 from zplan.planner.timeline import timeline
-from zplan.runtime import arena, choices
+from zplan.runtime import arena, choices, symmetric
 
 SPEC = w.spec(w.LLAMA4)
 
@@ -39,6 +42,51 @@ class OverGloo:
         came = torch.empty_like(full)
         dist.all_to_all_single(came.view(torch.uint8), full.contiguous().view(torch.uint8), group=self.group)
         received.copy_(torch.cat([x for r, x in enumerate(came.chunk(self.world_size)) if r != self.rank]))
+
+
+class Side:
+    """What torch's symmetric memory is to one rank, of threads."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self._barrier = barrier
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        self._barrier.wait(timeout_ms / 1000)
+
+
+def exchanged(world_size: int, numel: int) -> list[torch.Tensor]:
+    """Every rank's sum of its slices over `symmetric.Shared` itself, on threads that read each other's buffers."""
+    barrier = threading.Barrier(world_size)
+    buffers = [
+        torch.randn(numel + 64, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(world_size)
+    ]
+    share, out = numel // world_size, [torch.zeros(numel // world_size) for _ in range(world_size)]
+
+    def run(rank: int) -> None:
+        shared = object.__new__(symmetric.Shared)
+        shared.buffer, shared._memory, shared._peers = buffers[rank], Side(barrier), buffers
+        shared.rank, shared.world_size, shared._timeout_ms = rank, world_size, 10_000
+        full, came = buffers[rank][64:], torch.empty(numel - share, dtype=torch.bfloat16)
+        shared.exchange(came, full)
+        sum_slices(came.view(-1, share), out[rank], add=False, own=(rank, full[rank * share :][:share]))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        list(pool.map(run, range(world_size)))
+    want = sum_in_order([b[64:] for b in buffers])
+    assert torch.equal(torch.cat(out), want)
+    return out
+
+
+def sum_in_order(values: list[torch.Tensor]) -> torch.Tensor:
+    total = values[0].float()
+    for x in values[1:]:
+        total += x
+    return total
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_an_exchange_by_copies_sums_every_slice_in_rank_order(world_size):
+    assert len(exchanged(world_size, 24)) == world_size
 
 
 def train_with_copies(rank: int, world_size: int, arch: str, config: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -110,13 +110,14 @@ def test_a_rank_whose_device_waits_for_ever_is_ended_with_the_reason(monkeypatch
     monkeypatch.setattr(watchdog, "GRACE_S", 0.05)
     monkeypatch.setattr(watchdog, "LAST_WORDS", [told.append])
     monkeypatch.setattr(watchdog.os, "_exit", ends.append)
-    aborted, over = [], threading.Event()
+    aborted, begun, over = [], threading.Event(), threading.Event()
 
     class Stuck:
         """A communicator whose abort waits for the device."""
 
         def abort(self):
             aborted.append(1)
+            begun.set()
             over.wait()
 
         def _get_backend(self, device):
@@ -131,6 +132,7 @@ def test_a_rank_whose_device_waits_for_ever_is_ended_with_the_reason(monkeypatch
             dog.note("all_gather", "head")
     dog._free()
     dog._insist()
+    assert begun.wait(10)
     over.set()
     assert aborted == [1]
     assert (ends, told) == (([], []) if noticed else ([1], [dog.verdict]))
