@@ -38,11 +38,11 @@ def gather_on_save(view: View) -> Iterator[Finding]:
 
 def fits(view: View) -> Iterator[Finding]:
     """Whether the model states alone fit, before any activation."""
-    return states_fit(view, costs(view))
+    return states_fit(view, costs(view), _way_out(view))
 
 
-def states_fit(view: View, found: Iterable[Cost]) -> Iterator[Finding]:
-    """The same for costs that are known already."""
+def states_fit(view: View, found: Iterable[Cost], way_out: str) -> Iterator[Finding]:
+    """The same for costs that are known already; `way_out` is what to do when a card is too small."""
     s = view.subject
     for cost in found:
         limit = {"GPU": s.mem_bytes, "host": s.host_mem_bytes}.get(cost.tier)
@@ -54,7 +54,7 @@ def states_fit(view: View, found: Iterable[Cost]) -> Iterator[Finding]:
                 f"{cost.name} of {format_si(cost.nbytes)} do not fit {where} of {format_si(limit)} ({cost.formula})"
             )
             path = ("zero_optimization",)
-            fix = _way_out(view) if cost.tier == "GPU" else "more nodes or host memory, or less offload"
+            fix = way_out if cost.tier == "GPU" else "more nodes or host memory, or less offload"
             yield view.find("states-do-not-fit", "error", path, message, fix, nbytes=cost.nbytes)
 
 

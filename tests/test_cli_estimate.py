@@ -1,7 +1,9 @@
 """`zplan estimate` and the commands that list: text, JSON, exit codes, and errors without tracebacks."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 
 import click
@@ -271,8 +273,6 @@ def test_colour_adds_nothing():
 
 
 def test_a_reader_that_goes_away(tmp_path):
-    import subprocess
-
     done = subprocess.run(
         f"{sys.executable} -m zplan models | head -1",
         shell=True,
@@ -284,9 +284,18 @@ def test_a_reader_that_goes_away(tmp_path):
     assert done.stderr == "" and done.stdout.startswith("  name")
 
 
-def test_python_dash_m(tmp_path):
-    import subprocess
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device here that is always full")
+@pytest.mark.parametrize("args", [[*HEADLINE, "--check"], ["estimate", "--help"]], ids=["answer", "help"])
+def test_an_answer_that_finds_no_room_is_no_answer(args):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "zplan", *args], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == (
+        "error: the answer cannot be written: no space left on device\n\nhint: send it where there is room\n"
+    )
+    assert done.returncode == 2, "not 1, which --check gives for a model that does not fit"
 
+
+def test_python_dash_m(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "zplan", *HEADLINE], capture_output=True, text=True, cwd=tmp_path, check=True
     )

@@ -459,6 +459,12 @@ def fsdp(**more):
     return {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {**FULL_SHARD, **more}}
 
 
+def test_the_way_out_of_fsdp_is_fsdps():
+    r = check(fsdp(), num_params=70 * 10**9, gpus=8, mem_bytes=80 * 2**30)
+    fixes = [f.fix for f in r.findings if f.rule == "states-do-not-fit"]
+    assert fixes == ["more GPUs, or `fsdp_offload_params: true`"], "no ZeRO stages"
+
+
 def test_offloaded_states_of_fsdp_are_those_of_a_node():
     half = fsdp(fsdp_offload_params=True)
     (states,) = check(half, num_params=7 * 10**9, gpus=16, nodes=2).costs
