@@ -41,7 +41,7 @@ def test_the_headline(run):
     assert float(rows[3][4]) > 1
     assert re.search(r"^  stage +3 +chosen +the lowest that fits", out, flags=re.M)
     assert re.search(r"^  checkpointing +full +chosen +without it ", out, flags=re.M)
-    longest = re.search(r"Longest sequence that fits: ([\d,]+) tokens", out)
+    longest = re.search(r"Longest sequence of this choice: ([\d,]+) tokens", out)
     assert int(longest[1].replace(",", "")) > 8192
     assert out.rstrip().splitlines()[-5] == "Not counted"
 
@@ -81,7 +81,7 @@ def test_one_gpu_is_enough(run):
     assert (
         err == "note: dropout (attn_pdrop, embd_pdrop, resid_pdrop) is left out: the plan is for training without it\n"
     )
-    assert "Longest sequence that fits: 1,024 tokens (the model's limit)." in out
+    assert "Longest sequence of this choice: 1,024 tokens (the model's limit); of any: --max seq." in out
 
 
 def test_what_is_asked_is_kept_and_marked(run):
