@@ -130,7 +130,12 @@ def _longest(request: Request, open_: Open) -> Extreme:
         seq = largest_multiple(lambda s: _spare(at(s)), SEQ_STEP, below=limit, near=min(2048, limit))
         row = at(seq) if seq else at(min(SEQ_STEP, limit))
     note = "an assumed shape has no limit of its own" if search.model.assumed else f"the model is made for {limit:,}"
-    return Extreme("seq", seq or None, row if seq else None, _machine(search), note)
+    if not seq:
+        return Extreme("seq", None, None, _machine(search), f"Not even {min(SEQ_STEP, limit)} tokens do; {_WITHOUT}")
+    return Extreme("seq", seq, row, _machine(search), note)
+
+
+_WITHOUT = "without --max the same options tell by how much, and what would"
 
 
 def _spare(row: Row) -> int:
@@ -147,7 +152,9 @@ def _largest_batch(request: Request, open_: Open) -> Extreme:
         return _picked(search.at("micro_batch", micro))
 
     micro = largest_multiple(lambda m: _spare(at(m)), 1, below=MOST_MICRO, near=8)
-    return Extreme("micro-batch", micro or None, at(micro) if micro else None, _machine(search))
+    if not micro:
+        return Extreme("micro-batch", None, None, _machine(search), f"Not even 1 sequence does; {_WITHOUT}")
+    return Extreme("micro-batch", micro, at(micro), _machine(search))
 
 
 def _largest_model(request: Request, open_: Open) -> Extreme:

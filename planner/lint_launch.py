@@ -91,7 +91,8 @@ def check_accelerate(document: Document, source: str, subject: Subject) -> Repor
     if not isinstance(fsdp, Mapping) or not fsdp:
         return Report(source, "accelerate config", _headline(config), found)
     costs = (*fsdp_costs(view, fsdp), *activation_costs(view))
-    return Report(source, "accelerate config with FSDP", _headline(config), (*found, *states_fit(view, costs)), costs)
+    fits = states_fit(view, costs, "more GPUs, or `fsdp_offload_params: true`")
+    return Report(source, "accelerate config with FSDP", _headline(config), (*found, *fits), costs)
 
 
 def _headline(config: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from zplan.planner.costs import PER_RANK_ACTIVATIONS, Cost, costs, places, states_bytes
 from zplan.planner.dsschema import LEAF_CLASSES_BUILT_IN
@@ -38,11 +38,11 @@ def gather_on_save(view: View) -> Iterator[Finding]:
 
 def fits(view: View) -> Iterator[Finding]:
     """Whether the model states alone fit, before any activation."""
-    return states_fit(view, costs(view))
+    return states_fit(view, costs(view), _way_out(view))
 
 
-def states_fit(view: View, found: Iterable[Cost]) -> Iterator[Finding]:
-    """The same for costs that are known already."""
+def states_fit(view: View, found: Sequence[Cost], way_out: str) -> Iterator[Finding]:
+    """The same for costs that are known already; `way_out` is what to do when a card is too small."""
     s = view.subject
     for cost in found:
         limit = {"GPU": s.mem_bytes, "host": s.host_mem_bytes}.get(cost.tier)
@@ -54,8 +54,23 @@ def states_fit(view: View, found: Iterable[Cost]) -> Iterator[Finding]:
                 f"{cost.name} of {format_si(cost.nbytes)} do not fit {where} of {format_si(limit)} ({cost.formula})"
             )
             path = ("zero_optimization",)
-            fix = _way_out(view) if cost.tier == "GPU" else "more nodes or host memory, or less offload"
+            fix = way_out if cost.tier == "GPU" else "more nodes or host memory, or less offload"
             yield view.find("states-do-not-fit", "error", path, message, fix, nbytes=cost.nbytes)
+    yield from _fit_together(view, found)
+
+
+def _fit_together(view: View, found: Sequence[Cost]) -> Iterator[Finding]:
+    """States and reduce buckets, which lie side by side at the end of backward, where each alone would fit."""
+    limit = view.subject.mem_bytes
+    both = [c for c in found if c.tier == "GPU" and c.name in ("model states", "reduce bucket", "reduce buckets")]
+    total = sum(c.nbytes for c in both)
+    if limit is None or total <= limit or len(both) < 2 or any(c.nbytes > limit for c in both):
+        return
+    words = " and ".join(f"{c.name} of {format_si(c.nbytes)}" for c in both)
+    message = f"{words} are {format_si(total)}, more than a GPU of {format_si(limit)}"
+    path = ("zero_optimization", "reduce_bucket_size")
+    fix = "a smaller `reduce_bucket_size`, a higher stage, more GPUs, or offload"
+    yield view.find("states-do-not-fit", "error", path, message, fix, nbytes=total)
 
 
 def _way_out(view: View) -> str:

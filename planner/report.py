@@ -196,7 +196,9 @@ def _choice(e: Estimate) -> list[str]:
     out = ["The choice (* above)" if e.row.fits else "The nearest choice (* above), which does not fit"]
     out += decision_rows(e.decisions)
     if e.fits:
-        out.append(f"  Longest sequence that fits: {e.longest_seq:,} tokens ({_limit_of_seq(e)}).")
+        out.append(
+            f"  Longest sequence of this choice: {e.longest_seq:,} tokens ({_limit_of_seq(e)}); of any: --max seq."
+        )
     for i, r in enumerate(e.remedies):
         lead = ("Would fit with" if e.counted else "Would leave room for activations with") if i == 0 else f"{'or':>14}"
         out.append(f"  {lead} {r.what}: {format_gib(r.spare_bytes)} GiB to spare ({r.option})")

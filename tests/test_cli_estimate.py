@@ -1,7 +1,9 @@
 """`zplan estimate` and the commands that list: text, JSON, exit codes, and errors without tracebacks."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 
 import click
@@ -39,7 +41,7 @@ def test_the_headline(run):
     assert float(rows[3][4]) > 1
     assert re.search(r"^  stage +3 +chosen +the lowest that fits", out, flags=re.M)
     assert re.search(r"^  checkpointing +full +chosen +without it ", out, flags=re.M)
-    longest = re.search(r"Longest sequence that fits: ([\d,]+) tokens", out)
+    longest = re.search(r"Longest sequence of this choice: ([\d,]+) tokens", out)
     assert int(longest[1].replace(",", "")) > 8192
     assert out.rstrip().splitlines()[-5] == "Not counted"
 
@@ -79,7 +81,7 @@ def test_one_gpu_is_enough(run):
     assert (
         err == "note: dropout (attn_pdrop, embd_pdrop, resid_pdrop) is left out: the plan is for training without it\n"
     )
-    assert "Longest sequence that fits: 1,024 tokens (the model's limit)." in out
+    assert "Longest sequence of this choice: 1,024 tokens (the model's limit); of any: --max seq." in out
 
 
 def test_what_is_asked_is_kept_and_marked(run):
@@ -271,8 +273,6 @@ def test_colour_adds_nothing():
 
 
 def test_a_reader_that_goes_away(tmp_path):
-    import subprocess
-
     done = subprocess.run(
         f"{sys.executable} -m zplan models | head -1",
         shell=True,
@@ -284,9 +284,18 @@ def test_a_reader_that_goes_away(tmp_path):
     assert done.stderr == "" and done.stdout.startswith("  name")
 
 
-def test_python_dash_m(tmp_path):
-    import subprocess
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device here that is always full")
+@pytest.mark.parametrize("args", [[*HEADLINE, "--check"], ["estimate", "--help"]], ids=["answer", "help"])
+def test_an_answer_that_finds_no_room_is_no_answer(args):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "zplan", *args], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == (
+        "error: the answer cannot be written: no space left on device\n\nhint: send it where there is room\n"
+    )
+    assert done.returncode == 2, "not 1, which --check gives for a model that does not fit"
 
+
+def test_python_dash_m(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "zplan", *HEADLINE], capture_output=True, text=True, cwd=tmp_path, check=True
     )

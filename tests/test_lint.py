@@ -459,6 +459,22 @@ def fsdp(**more):
     return {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {**FULL_SHARD, **more}}
 
 
+@pytest.mark.parametrize(("bucket", "errors_"), [(2e8, ["states-do-not-fit"]), (1e8, [])])
+def test_states_that_fit_alone_and_not_beside_their_buckets(bucket, errors_):
+    """25.27 GB of 25.77: two buckets of 400 MB are too much, two of 200 are not."""
+    config = {**MICRO, **BF16} | zero(2, reduce_bucket_size=bucket, overlap_comm=True)
+    r = check(config, num_params=6_738_415_616, gpus=8, mem_bytes=24 * 2**30)
+    assert errors(r) == errors_
+    told = [f.nbytes for f in r.findings if f.rule == "states-do-not-fit"]
+    assert told == [cost(r, "model states") + cost(r, "reduce buckets")][: len(errors_)]
+
+
+def test_the_way_out_of_fsdp_is_fsdps():
+    r = check(fsdp(), num_params=70 * 10**9, gpus=8, mem_bytes=80 * 2**30)
+    fixes = [f.fix for f in r.findings if f.rule == "states-do-not-fit"]
+    assert fixes == ["more GPUs, or `fsdp_offload_params: true`"], "no ZeRO stages"
+
+
 def test_offloaded_states_of_fsdp_are_those_of_a_node():
     half = fsdp(fsdp_offload_params=True)
     (states,) = check(half, num_params=7 * 10**9, gpus=16, nodes=2).costs

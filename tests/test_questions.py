@@ -154,6 +154,15 @@ def less(way, gpu, gpus):
     return open_search(request, remainder=True)
 
 
+@pytest.mark.parametrize(("what", "least"), [("seq", "Not even 128 tokens do"), ("micro-batch", "Not even 1 sequence")])
+def test_nothing_that_fits_has_a_way_on(run, what, least):
+    args = ("estimate", "--model", "llama-3-8b", "--gpus", "1", "--mem", "24", "--max", what)
+    code, out, _ = run(*args)
+    assert code == 0 and out.startswith(f"Nothing fits: llama-3-8b on 1 GPU, 24.00 GiB. {least}")
+    assert out.endswith("; without --max the same options tell by how much, and what would\n")
+    assert run(*args, "--check")[0] == 1
+
+
 def test_a_sweep_of_two():
     request = make_request({"params": "7e9", "gpus": 8, "mem": 24})
     found = ask(request, {"sweep": "seq=1024:4096,micro-batch=1:4"})

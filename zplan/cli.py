@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -98,13 +99,27 @@ def main(args: list[str] | None = None) -> None:
         code = _complain("stopped", None, 130)
     except BrokenPipeError:
         # The reader went away, as in `zplan models | head`. Nothing more can be written, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         code = 141
+    except OSError as e:
+        if e.errno not in _FULL or e.filename is not None:
+            raise
+        _drop_output()
+        code = _complain(f"the answer cannot be written: {str(e.strerror).lower()}", "send it where there is room", 2)
     if args is None:
         # The process ends here, and the system takes its memory back: nothing for the last collection to walk through,
         # which would be a tenth of an answer's time.
         gc.freeze()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a write to a full disk, a spent quota, a file size limit and a broken disk end with."""
+
+
+def _drop_output() -> None:
+    """Let what is still buffered for standard output vanish at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, hint: str | None, code: int) -> int:
