@@ -11,8 +11,7 @@ WHERE = "in step 4, phase `backward.blocks.1`"
     ("how", "said"),
     [
         ("kill", f"rank 1 was ended by SIGKILL {WHERE}"),
-        # A rank that raises: a script that fails in tests/test_cli_run.py, and ranks without torch in test_launch.py.
-        pytest.param("raise", f"rank 1 failed {WHERE}: ValueError: seven", marks=pytest.mark.slow),
+        ("raise", f"rank 1 failed {WHERE}: ValueError: seven"),
         ("diverge", "ranks run different collectives: rank 0: exchange of head; rank 1: all_gather of embed; rank "),
     ],
 )
