@@ -21,13 +21,18 @@ import torch
 OLDEST_CAPABILITY = (7, 5)
 """The oldest that NVRTC 13 compiles for."""
 
-PRELUDE = "numeric.cuh"
+PRELUDES: dict[str, tuple[str, ...]] = {
+    "norm": ("numeric.cuh", "squares.cuh"),
+    "copy": ("numeric.cuh", "entries.cuh"),
+    "sums": ("numeric.cuh", "squares.cuh", "entries.cuh"),
+}
+"""What stands in front of each source; of those that are not here, `numeric.cuh` alone."""
 
 TUNED: dict[str, dict[str, int]] = {
     "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "SPLIT": 0, "GRAD": 0},
     "norm": {"BLOCK": 512, "UNROLL": 4, "STREAM": 0},
     "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 0, "NUM_ENTRIES": 64},
-    "sums": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1},
+    "sums": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "NUM_ENTRIES": 64},
     "cross_entropy": {"BLOCK": 512, "UNROLL": 2},
     "rms_norm": {"BLOCK": 128, "VECTORS": 4, "LANES": 8, "DTYPE": 1},
     "swiglu": {"BLOCK": 256, "CHUNK": 8192},
@@ -46,7 +51,7 @@ FUNCTIONS = {
     "adamw": ("adamw",),
     "norm": ("square_sum", "total_sum", "settle"),
     "copy": ("copy_grads",),
-    "sums": ("sum_slices",),
+    "sums": ("sum_grads",),
     "cross_entropy": ("cross_entropy", "rescale"),
     "rms_norm": ("rms_norm", "rms_norm_backward", "rms_norm_weight"),
     "swiglu": ("swiglu", "swiglu_backward"),
@@ -124,10 +129,10 @@ def nvrtc_version() -> str:
 
 
 def source_of(name: str) -> str:
-    """Text of `csrc/<name>.cu` with the shared prelude in front; line numbers in messages stay those of the files."""
+    """Text of `csrc/<name>.cu` with what it shares in front; line numbers in messages stay those of the files."""
     folder = resources.files("zplan.cuda_ops") / "csrc"
-    prelude, source = ((folder / file).read_text() for file in (PRELUDE, f"{name}.cu"))
-    return f'#line 1 "{PRELUDE}"\n{prelude}\n#line 1 "{name}.cu"\n{source}'
+    files = (*PRELUDES.get(name, ("numeric.cuh",)), f"{name}.cu")
+    return "\n".join(f'#line 1 "{file}"\n{(folder / file).read_text()}' for file in files)
 
 
 def cubin(name: str, arch: str, defines: Mapping[str, int] | None = None) -> bytes:

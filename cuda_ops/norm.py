@@ -23,13 +23,17 @@ BLOCK_SHARE = 16384
 NONE = 2**63 - 1
 
 
+class Squares(ctypes.Structure):
+    """Where the blocks of a launch leave the sum of squares of what they read or wrote; null: nowhere."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("partials", "ticket", "out")]
+
+
 class _SquareSum(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p),
         ("numel", ctypes.c_int64),
-        ("partials", ctypes.c_void_p),
-        ("ticket", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
+        ("squares", Squares),
         ("kind", ctypes.c_int),
         ("unused", ctypes.c_int),
     ]
@@ -94,11 +98,13 @@ class GradNorm:
             out[1:].fill_(NONE if bad < 0 else bad)
             return
         grid = min(MAX_BLOCKS, max(1, -(-grad.numel() // BLOCK_SHARE)))
-        params = _SquareSum(
-            *(grad.data_ptr(), grad.numel(), self._partials.data_ptr(), self._ticket.data_ptr(), out.data_ptr()),
-            KINDS[grad.dtype],
-        )
+        params = _SquareSum(grad.data_ptr(), grad.numel(), self.squares(row), KINDS[grad.dtype])
         self._launch("square_sum", grid, self._block, params)
+
+    def squares(self, row: int) -> Squares:
+        """For a kernel of up to `MAX_BLOCKS` blocks on the stream of `add`: the row gets what it wrote."""
+        assert 0 <= row < self.num_rows, (row, self.num_rows)
+        return Squares(self._partials.data_ptr(), self._ticket.data_ptr(), self._rows[2 * row :].data_ptr())
 
     def square_sum(self, row: int) -> Tensor:
         """0-dim float64 on the device: what `add` found of a slice."""

@@ -79,7 +79,7 @@ def copy_grads(
     spans
         `(start, end)` of each gradient in the flat address space, in elements, in order.
     target
-        1D fp32.
+        1D; fp32, or 16 bits without `add`.
     add
         If false, everything is overwritten; what no gradient fills becomes 0.
     """
@@ -94,18 +94,32 @@ def copy_grads(
         into.add_(part) if add else into.copy_(part)
 
 
-def sum_slices(slices: Tensor, out: Tensor, *, add: bool, own: tuple[int, Tensor] | None = None) -> None:
-    """Write, or add to what is there, the sum of (N, numel) slices into `out`, (numel,) fp32, in order.
+def sum_grads(
+    grads: Sequence[Tensor | None],
+    spans: Sequence[tuple[int, int]],
+    others: Tensor,
+    rank: int,
+    target: Tensor,
+    start: int,
+    *,
+    add: bool,
+) -> None:
+    """Write, or add to what is there, one slice of gradients as for `copy_grads`, summed over ranks in their order.
 
-    With `own`, `(rank, slice)`, that one is taken at its rank's place among the others.
+    Parameters
+    ----------
+    others
+        (N - 1, numel): the slice of every rank but this one, which is `rank`.
+    target
+        (numel,) fp32, the part of the flat address space from `start` on.
     """
-    order = list(slices)
-    if own is not None:
-        order.insert(*own)
     if not add:
-        out.copy_(order[0])
-    for one in order if add else order[1:]:
-        out.add_(one)
+        target.zero_()
+    for r in range(len(others) + 1):
+        if r == rank:
+            copy_grads(grads, spans, target, start, add=True)
+        else:
+            target.add_(others[r - (r > rank)])
 
 
 def cross_entropy_(

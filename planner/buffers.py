@@ -38,16 +38,14 @@ def shared_sizes(placements: Sequence[Placement], choice: Choice) -> list[int]:
 
 
 def slot_numel(placements: Sequence[Placement], choice: Choice) -> int:
-    """Elements of a reduce slot: the largest piece of any trained unit; 0 where there is no slot."""
+    """Elements of a reduce slot: the largest piece of any trained unit; 0 where there is no slot.
+
+    For an exchange without the rank's own slice of it, which nobody is sent. As much arrives.
+    """
     if not uses_reduce_slots(choice):
         return 0
-    return max((p.layout.max_piece_numel for p in placements if not p.frozen), default=0)
-
-
-def received_numel(placements: Sequence[Placement], choice: Choice) -> int:
-    """Elements of what arrives in an exchange: a slot's, without the rank's own slice where it stays in the slot."""
-    numel = slot_numel(placements, choice)
-    return numel - numel // choice.world_size if choice.copies else numel
+    numel = max((p.layout.max_piece_numel for p in placements if not p.frozen), default=0)
+    return numel - numel // choice.world_size if choice.reduce == "exchange" else numel
 
 
 def table_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
@@ -131,8 +129,8 @@ def ring_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) 
 
 def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """A slot of the largest piece, from the first reduce of a backward to its end: in fp32 for a reduce-scatter, in the
-    compute dtype for an exchange, which needs another one for what arrives. A slot that other GPUs read is always
-    there, and a rank's own slice is taken from it.
+    compute dtype and without the rank's own slice for an exchange, which needs another one for what arrives. A slot
+    that other GPUs read is always there.
     """
     numel = slot_numel(placements, choice)
     if not numel:
@@ -140,10 +138,10 @@ def reduce_lines(placements: Sequence[Placement], choice: Choice, time: Timeline
     span = time.reducing(placements[-1].unit.name)
     if choice.reduce == "scatter":
         return [Line("grads.slot", numel * choice.reduce_itemsize, (span,), "buffers")]
-    slot = Line("grads.slot", numel * choice.itemsize, (span,), "buffers")
+    slot = received = Line("grads.slot", numel * choice.itemsize, (span,), "buffers")
     if choice.copies:
         slot = slot._replace(spans=(time.always,), note=SHARED)
-    return [slot, Line("grads.received", received_numel(placements, choice) * choice.itemsize, (span,), "buffers")]
+    return [slot, received._replace(id="grads.received")]
 
 
 def reduced_numel(placements: Sequence[Placement], choice: Choice) -> int:

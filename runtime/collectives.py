@@ -105,25 +105,28 @@ class Collectives:
         if mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
 
-    def exchange_slices(self, received: Tensor, full: Tensor, unit: str, shared: Shared | None = None) -> None:
-        """Send every rank its slice of `full`; `received` gets this rank's slice of every rank's, in rank order.
+    def exchange_slices(self, received: Tensor, sent: Tensor, unit: str, shared: Shared | None = None) -> None:
+        """Send every other rank its slice of `sent`; `received` gets one from each of them. Both in rank order.
 
-        Both 1D, as long as each other. Where `full` is a view of a `shared` buffer, by copies: `received` then lacks
-        this rank's own slice, which stays in the buffer. What a reduce-scatter moves, but in the dtype of the values
-        rather than of their sum, which the receiver takes in fp32 and in rank order.
+        Both 1D, as long as each other. Where `sent` is a view of a `shared` buffer, by copies. What a reduce-scatter
+        moves, but in the dtype of the values rather than of their sum, which the receiver takes in fp32 and in rank
+        order.
         """
         self._announce("exchange", unit)
         if shared is not None:
             with self._timed("reduce"):
-                shared.exchange(received, full)
+                shared.exchange(received, sent)
             return
         if self.on_gloo:  # bytes are bytes; gloo's exchange has no 16-bit floats
-            received, full = received.view(torch.uint8), full.view(torch.uint8)
-            with self._timed("reduce"):
-                self.watchdog.wait(dist.all_to_all_single(received, full, group=self.mesh.reduces, async_op=True))
-            return
+            received, sent = received.view(torch.uint8), sent.view(torch.uint8)
+        share = sent.numel() // (self.mesh.world_size - 1)
+        splits = [0 if rank == self.mesh.rank else share for rank in range(self.mesh.world_size)]
         with self._timed("reduce"):
-            dist.all_to_all_single(received, full, group=self.mesh.reduces)
+            work = dist.all_to_all_single(
+                received, sent, splits, splits, group=self.mesh.reduces, async_op=self.on_gloo
+            )
+            if work is not None:
+                self.watchdog.wait(work)
 
     def all_reduce(self, tensor: Tensor, unit: str) -> None:
         """Sum over ranks, in place."""

@@ -132,10 +132,11 @@ class Engine(nn.Module):
         if weights is not None:
             load_weights(self, weights)
         self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
+        self.reducer.measure, self.reducer.norm_rows = self.optimizer.landed, self.optimizer.norm_rows
         self.in_backward: InBackward | None = None
         if self.choice.optimizer_in_backward:
             self.in_backward = InBackward(self.optimizer, self.gatherer, self.collectives)
-        self.reducer.landed = self.optimizer.landed if self.in_backward is None else self.in_backward.landed
+            self.reducer.update = self.in_backward.landed
         self._penalty = Penalty(self.optimizer, self.collectives)
         self.reducer.suspects = suspects_of(self.optimizer.scaler)
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)

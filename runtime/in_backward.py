@@ -45,13 +45,12 @@ class InBackward:
     # --- backward and step -------------------------------------------------------------------------------------------
 
     def landed(self, unit: FlatUnit) -> None:
-        """Update a unit whose gradients are reduced; called on the stream that reduced them."""
+        """Update a unit whose gradients are reduced and measured; called on the stream that reduced them."""
         if not self.running:
             raise ZplanError(
                 "`loss.backward()` with `optimizer_in_backward`, which needs the learning rate first",
                 "call `engine.backward(loss)`",
             )
-        self.optimizer.landed(unit)
         if not self.begun:
             self.optimizer.begin(self.collectives)
             self.begun = True

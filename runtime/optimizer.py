@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zplan.cuda_ops import compiler
 from zplan.cuda_ops.adamw import load
+from zplan.cuda_ops.norm import GradNorm
 from zplan.planner.config import Choice
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
@@ -146,6 +147,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return 1.0 / (self.choice.world_size * self.choice.accumulation)
 
     # --- before the update -------------------------------------------------------------------------------------------
+
+    def norm_rows(self, unit: FlatUnit) -> tuple[GradNorm, int] | None:
+        """Where to take the norms of a unit's slices as they are summed over ranks: from that row on, one a piece."""
+        return (self.norms.norm, self.first_row[unit]) if isinstance(self.norms, KernelNorms) else None
 
     def landed(self, unit: FlatUnit) -> None:
         """A unit's gradients are reduced for the last time; called on the stream that reduced them."""

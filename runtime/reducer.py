@@ -6,13 +6,13 @@ issued strictly in the order of the units (last unit first), whatever order grad
 disagree. Where backward updates (`runtime/in_backward.py`), one unit's exists at a time.
 
 [Note: retained gradients] Copying into the slot and reducing both happen on the reduce stream, so compute never waits
-for a slot and one slot is enough. The compute-dtype gradients that the copies read are therefore held until the next
-unit's land, when compute waits for copies that are long done, and only then are they freed.
+for a slot and one slot is enough. The compute-dtype gradients that they read are therefore held until the next unit's
+land, when compute waits for what is long done, and only then are they freed.
 
 [Note: exchange] Gradients come in the compute dtype, so on one host they travel in it: every rank gets its slices of
-all others and adds them up in fp32, in rank order. The sum is that of an fp32 reduce-scatter, with half the bytes on
-the links, and its order never depends on timing. Over several hosts a reduce-scatter in fp32 is used, whose algorithms
-know the network.
+all others and adds them up in fp32, in rank order, its own from where autograd left it. The sum is that of an fp32
+reduce-scatter, with half the bytes on the links, and its order never depends on timing. Over several hosts a
+reduce-scatter in fp32 is used, whose algorithms know the network.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zplan.cuda_ops.sums import sum_slices
-from zplan.planner.buffers import full_gradients, received_numel, reduced_numel, slot_numel, uses_reduce_slots
+from zplan.cuda_ops.norm import GradNorm
+from zplan.planner.buffers import full_gradients, reduced_numel, slot_numel, uses_reduce_slots
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import single_gradients
@@ -50,21 +50,24 @@ class Reducer:
         self.order = list(reversed(units))
         self.next = 0
         self.ready: set[FlatUnit] = set()
-        self.landed: Callable[[FlatUnit], None] | None = None
-        """Called on the reduce stream after a reduce of the last micro-step; the last call for a unit counts."""
+        self.measure: Callable[[FlatUnit], None] | None = None
+        """Takes norms on the reduce stream after a reduce of the last micro-step; the last call for a unit counts."""
+        self.norm_rows: Callable[[FlatUnit], tuple[GradNorm, int] | None] = lambda unit: None
+        """Where norms are taken on the way instead, as slices are summed: from that row on, one a piece."""
+        self.update: Callable[[FlatUnit], None] | None = None
+        """Where backward updates: called on the reduce stream once norms are taken."""
         self.slot: Tensor | None = None
         self.shared: Shared | None = None
         """The slot as other GPUs see it, where they read it; then it is always there."""
         self.received: Tensor | None = None
-        """What the other ranks sent of this one's slices. See [Note: exchange]."""
+        """What the other ranks sent of this one's slices, as long as the slot. See [Note: exchange]."""
         self.reduced_grads: Tensor | None = None
         """For any unit's reduced gradients in turn, where backward updates. See [Note: in backward]."""
         self.retained: list[tuple[str, Tensor]] = []
         """(size class, gradient) of the unit that was reduced last."""
         self.copied: torch.cuda.Event | None = None
         placements = [u.placement for u in units]
-        self.slot_numel, self.received_numel = slot_numel(placements, choice), received_numel(placements, choice)
-        self.reduced_numel = reduced_numel(placements, choice)
+        self.slot_numel, self.reduced_numel = slot_numel(placements, choice), reduced_numel(placements, choice)
         self.micro_step = 0
         """Micro-steps that have ended in this step."""
         self.fresh = False
@@ -202,21 +205,23 @@ class Reducer:
             size = (self.slot_numel, self.slot_dtype)
             self.slot = self.arena.take("grads.slot", *size) if self.shared is None else self.shared.buffer
             if self.exchanges:
-                self.received = self.arena.take("grads.received", self.received_numel, self.slot_dtype)
+                self.received = self.arena.take("grads.received", self.slot_numel, self.slot_dtype)
         landed = unit.release_grads()
         if self.suspects is not None and self.suspects.looking:
             self.suspects.look(unit, landed)
-        here = self.streams.mark()
+        here, measured = self.streams.mark(), False
         with self.streams.on(self.streams.reduce):
             self.streams.wait(here)
             if self.slot is not None and self.received is not None:
-                self._exchange(unit, landed, grad, self.slot, self.received)
+                measured = self._exchange(unit, landed, grad, self.slot, self.received)
             elif self.slot is not None:
                 self._reduce_through_slot(unit, landed, grad, self.slot)
             else:
                 self._reduce_in_place(unit, landed, grad)
-            if self.landed is not None and self.in_last_micro_step:
-                self.landed(unit)
+            if self.measure is not None and self.in_last_micro_step and not measured:
+                self.measure(unit)
+            if self.update is not None:
+                self.update(unit)
             if self.choice.optimizer_in_backward:
                 unit.grad, unit.filled, unit.summed = None, False, False
         self.retained = [(unit.placement.size_class, g) for g in landed if g is not None]
@@ -229,7 +234,7 @@ class Reducer:
         """
         if unit.summed:
             self._keep_one_copy(unit, grad)
-        unit.copy_grads(landed, grad, 0, unit.layout.padded_numel, add=unit.filled)
+        unit.grad_ops.copy(landed, grad, 0, add=unit.filled)
         unit.filled, unit.summed = True, self.sums_ranks
         self.copied = self.streams.mark()
         if not self.sums_ranks:
@@ -254,31 +259,35 @@ class Reducer:
 
     def _exchange(
         self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor, received: Tensor
-    ) -> None:
-        """Piece by piece: copy into the slot, exchange slices, add what came to the gradient shard.
+    ) -> bool:
+        """Piece by piece: copy the others' slices into the slot, exchange, sum into the gradient shard.
 
-        Of whole gradients it is this rank's slices that are added to; in the last micro-step the others' are gathered.
+        Of whole gradients it is this rank's slices that are summed; in the last micro-step the others' are gathered.
+        True if the norms of what came out are taken.
         """
-        for piece in unit.layout.pieces:
-            share = piece.numel // self.choice.world_size
-            part = slot[: piece.numel]
-            mine = None if self.shared is None else (unit.rank, part[unit.rank * share :][:share])
-            came = received[: piece.numel - (0 if mine is None else share)]
-            unit.copy_grads(landed, part, piece.offset, piece.offset + piece.numel, add=False)
-            self.copied = self.streams.mark()
-            self.collectives.exchange_slices(came, part, unit.name, self.shared)
-            own = unit.own(grad, piece) if self.full else unit.shard_of(grad, piece)
-            sum_slices(came.view(-1, share), own, add=unit.filled, own=mine)
+        norms = self.norm_rows(unit) if self.in_last_micro_step else None
+        for i, piece in enumerate(unit.layout.pieces):
+            start, end = unit.layout.own(piece, unit.rank)
+            before, numel = start - piece.offset, piece.numel - (end - start)
+            unit.grad_ops.copy(landed, slot[:before], piece.offset, add=False)
+            unit.grad_ops.copy(landed, slot[before:numel], end, add=False)
+            self.collectives.exchange_slices(received[:numel], slot[:numel], unit.name, self.shared)
+            own = grad[start:end] if self.full else unit.shard_of(grad, piece)
+            norm = None if norms is None else (norms[0], norms[1] + i)
+            others = received[:numel].view(-1, end - start)
+            unit.grad_ops.sum(landed, others, unit.rank, own, start, add=unit.filled, norm=norm)
+        self.copied = self.streams.mark()
         unit.filled = True
         if self.full and self.sums_ranks:
             pairs = [(grad[p.offset : p.offset + p.numel], unit.own(grad, p)) for p in unit.layout.pieces]
             self.collectives.all_gather(pairs, unit.name)
+        return norms is not None
 
     def _reduce_through_slot(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor) -> None:
         """Piece by piece: copy into the slot, reduce-scatter into the gradient shard."""
         for piece in unit.layout.pieces:
             part = slot[: piece.numel]
-            unit.copy_grads(landed, part, piece.offset, piece.offset + piece.numel, add=False)
+            unit.grad_ops.copy(landed, part, piece.offset, add=False)
             self.copied = self.streams.mark()
             shard = unit.shard_of(grad, piece)
             if not unit.filled:

@@ -72,14 +72,16 @@ class Shared:
                 full[first:last].copy_(self._peers[peer][at + first : at + last])
         self._barrier()
 
-    def exchange(self, received: Tensor, full: Tensor) -> None:
-        """Collect this rank's slice of each other rank's `full`, in rank order. `full` is a view of the buffer."""
-        at = full.storage_offset()
-        mine, end = self._slice(full, self.rank)
+    def exchange(self, received: Tensor, sent: Tensor) -> None:
+        """Collect what each other rank has for this one. `sent` is a view of the buffer.
+
+        Both hold a slice for, or from, every other rank, in rank order.
+        """
+        at, share = sent.storage_offset(), sent.numel() // (self.world_size - 1)
         self._barrier()
         for peer in self._others():
-            first = (peer - (peer > self.rank)) * (end - mine)
-            received[first : first + end - mine].copy_(self._peers[peer][at + mine : at + end])
+            first = at + (self.rank - (self.rank > peer)) * share
+            received[(peer - (peer > self.rank)) * share :][:share].copy_(self._peers[peer][first : first + share])
         self._barrier()
 
     def _others(self) -> Sequence[int]:

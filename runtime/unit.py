@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zplan.cuda_ops import compiler
-from zplan.cuda_ops.copy import GradCopy
+from zplan.cuda_ops.grads import UnitGrads
 from zplan.planner.layout import Piece
 from zplan.planner.placement import Placement
 from zplan.runtime.arena import Arena
@@ -60,7 +59,7 @@ class FlatUnit:
         self.open = False
         self.summoned = False
         """Shown whole by `summon`, which alone ends that."""
-        self.copier: GradCopy | None = None
+        self.grad_ops = UnitGrads([(e.offset, e.end) for e in self.layout.entries])
         self.filled = False
         """`grad` holds gradients of this step, to be added to."""
         self.summed = False
@@ -152,36 +151,6 @@ class FlatUnit:
             self.open = False
 
     # --- gradients -------------------------------------------------------------------------------------------------
-
-    def copy_grads(self, grads: list[Tensor | None], target: Tensor, start: int, end: int, *, add: bool) -> None:
-        """Write gradients into `target` (1D), which stands for elements `[start, end)` of the flat buffer.
-
-        One kernel launch on CUDA, else an op per parameter.
-
-        Missing gradients count as zero. Without `add`, stretches that no parameter fills are zeroed, so that a reused
-        buffer leaves nothing behind in the padding.
-        """
-        if compiler.usable(target.device):
-            if self.copier is None:
-                self.copier = GradCopy([(e.offset, e.end) for e in self.layout.entries])
-            self.copier(grads, target, start, add=add)
-            return
-        if not add:
-            for gap_start, gap_end in self.layout.gaps():
-                lo, hi = max(gap_start, start), min(gap_end, end)
-                if lo < hi:
-                    target[lo - start : hi - start].zero_()
-        for grad, entry in zip(grads, self.layout.entries, strict=True):
-            lo, hi = max(entry.offset, start), min(entry.end, end)
-            if lo >= hi:
-                continue
-            into = target[lo - start : hi - start]
-            if grad is None:
-                if not add:
-                    into.zero_()
-                continue
-            part = grad.reshape(-1)[lo - entry.offset : hi - entry.offset]
-            into.add_(part) if add else into.copy_(part)
 
     def widen_grad(self, arena: Arena) -> None:
         """Make the gradient fp32 where it is not, before something is added to it."""

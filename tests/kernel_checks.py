@@ -9,10 +9,9 @@ import torch
 
 from zplan.cuda_ops import reference
 from zplan.cuda_ops.adamw import FusedAdamW, Slice, table_words
-from zplan.cuda_ops.copy import GradCopy
+from zplan.cuda_ops.grads import UnitGrads
 from zplan.cuda_ops.halves import merge, split
 from zplan.cuda_ops.norm import GradNorm, norm_words
-from zplan.cuda_ops.sums import sum_slices
 
 EPS = 2.0**-23
 GUARD = 96
@@ -193,8 +192,8 @@ def nonfinite(device, bad=math.nan, dtype=torch.float32):
     return 0.0
 
 
-def copy(device, *, add, offset=0, num=11, strided=False, into=torch.float32):
-    """A unit of gradients of all dtypes, whole and window by window; equal bits."""
+def unit(device, num, offset=0, *, strided=False):
+    """Spans and gradients of one unit, of all dtypes, some missing, some not finite; and its length."""
     dtypes = [torch.bfloat16, torch.float32, torch.float16]
     spans, grads, at = [], [], 0
     for i in range(num):
@@ -213,38 +212,52 @@ def copy(device, *, add, offset=0, num=11, strided=False, into=torch.float32):
             if strided
             else grad.view(2, -1)
         )
-    total, op = at + 256, GradCopy(spans)
+    return spans, grads, at
+
+
+def copy(device, *, add, offset=0, num=11, strided=False, into=torch.float32):
+    """A unit of gradients of all dtypes, whole and window by window; equal bits."""
+    spans, grads, at = unit(device, num, offset, strided=strided)
+    total, op = at + 256, UnitGrads(spans)
     for start, end in ((0, total), (0, 128), (64, 8192 + 64), (8960, 22000), (at, total), (5, 5)):
         target = Guarded(torch.randn(end - start, device=device).to(into), offset)
         want = target.view.clone() if add else torch.zeros_like(target.view)
         reference.copy_grads(grads, spans, want, start, add=add)
         if not add:
             target.view.fill_(math.nan)
-        op(grads, target.view, start, add=add)
+        op.copy(grads, target.view, start, add=add)
         target.check()
         torch.testing.assert_close(target.view, want, rtol=0, atol=0, equal_nan=True)
     return 0.0
 
 
-def sums(device, *, add, dtype, num=3, offset=0, own=None):
-    """Slices of all lengths, added up in order, with that of rank `own` elsewhere; equal bits."""
-    for n in (0, 1, 63, 64, 8192, 8200, 40001):
-        slices = Guarded(torch.randn(num * n, device=device).to(dtype), offset)
-        if n > 9:
-            slices.view[3], slices.view[n + 5] = math.inf, math.nan
-        out = Guarded(torch.randn(n, device=device), offset)
-        want = out.view.clone()
-        reference.sum_slices(slices.view.view(num, n), want, add=add)
-        if not add:
-            out.view.fill_(math.nan)
-        came, mine = slices.view.view(num, n), None
-        if own is not None:
-            mine = (own, Guarded(came[own], offset).view)
-            came = torch.cat([came[:own], came[own + 1 :]])
-        sum_slices(came, out.view, add=add, own=mine)
-        out.check()
-        torch.testing.assert_close(out.view, want, rtol=0, atol=0, equal_nan=True)
-    return 0.0
+def sums(device, *, add, dtype, ranks=3, offset=0, num=11, finite=False, strided=False):
+    """Windows of a unit as every rank sums them, with the norm of what comes out and without; equal bits."""
+    spans, grads, at = unit(device, num, offset, strided=strided)
+    if finite:
+        grads = [None if g is None else g.nan_to_num(0.5, 0.25) for g in grads]
+    op, worst = UnitGrads(spans), 0.0
+    for start, end in ((0, at + 64), (64, 8192 + 64), (8961, 22000), (at, at + 3)):
+        others = Guarded(torch.randn((ranks - 1) * (end - start), device=device).to(dtype), offset)
+        came = others.view.view(ranks - 1, -1)
+        for rank in range(ranks):
+            out = Guarded(torch.randn(end - start, device=device), offset)
+            want, before = out.view.clone(), out.view.clone()
+            reference.sum_grads(grads, spans, came, rank, want, start, add=add)
+            norm = GradNorm(torch.empty(norm_words(2), dtype=torch.int64, device=device), 2)
+            norm.add(0, out.view[:0])
+            for given in (None, (norm, 1), (norm, 1)):
+                out.view.copy_(before if add else torch.full_like(before, math.nan))
+                op.sum(grads, came, rank, out.view, start, add=add, norm=given)
+                out.check()
+                torch.testing.assert_close(out.view, want, rtol=0, atol=0, equal_nan=True)
+            norm.finish()
+            total, bad = reference.square_sum(want)
+            assert norm.first_nonfinite() == (None if bad < 0 else (1, bad)), (norm.first_nonfinite(), bad)
+            if bad < 0:
+                worst = max(worst, abs(float(norm.total) - total) / total / (2 * EPS))
+    assert bool(worst) == finite or device.type == "cpu"
+    return worst
 
 
 CASES = {
@@ -288,11 +301,12 @@ CASES = {
     "copy into bf16": lambda d: copy(d, add=False, into=torch.bfloat16),
     "copy into fp16, unaligned": lambda d: copy(d, add=False, into=torch.float16, offset=1),
     "sums bf16": lambda d: sums(d, add=False, dtype=torch.bfloat16) + sums(d, add=True, dtype=torch.bfloat16),
-    "sums fp32 of 8": lambda d: sums(d, add=False, dtype=torch.float32, num=8),
-    "sums fp16 unaligned": lambda d: sums(d, add=True, dtype=torch.float16, num=2, offset=1),
-    "sums bf16 with its own slice elsewhere": lambda d: max(
-        sums(d, add=r == 1, dtype=torch.bfloat16, num=3, own=r) for r in range(3)
+    "sums fp32 of 8": lambda d: sums(d, add=False, dtype=torch.float32, ranks=8),
+    "sums fp16 of 2, unaligned": lambda d: sums(d, add=True, dtype=torch.float16, ranks=2, offset=1),
+    "sums and norms": lambda d: max(
+        sums(d, add=a, dtype=torch.bfloat16, ranks=2, finite=True, offset=o) for a in (False, True) for o in (0, 3)
     ),
-    "sums of 2, own slice unaligned": lambda d: sums(d, add=False, dtype=torch.bfloat16, num=2, own=1, offset=3),
+    "sums of 150 gradients": lambda d: sums(d, add=False, dtype=torch.bfloat16, ranks=2, num=150, finite=True),
+    "sums strided": lambda d: sums(d, add=False, dtype=torch.bfloat16, strided=True),
     "copy strided": lambda d: copy(d, add=True, strided=True),
 }

@@ -8,7 +8,7 @@ import kernel_checks as k
 import pytest
 import torch
 
-from zplan.cuda_ops import adamw, compiler, copy, norm, reference, sums
+from zplan.cuda_ops import adamw, compiler, grads, norm, reference
 
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 SOURCES = sorted(compiler.TUNED)
@@ -173,5 +173,6 @@ def test_a_thread_without_a_context_is_given_that_of_the_kernel(monkeypatch):
 def test_structures_have_the_sizes_that_kernels_expect():
     assert ctypes.sizeof(adamw._Row) == 64 and ctypes.sizeof(adamw._AdamW) == 104
     assert ctypes.sizeof(norm._SquareSum) == 48 and ctypes.sizeof(norm._Settle) == 64
-    assert ctypes.sizeof(copy._Entry) == 32 and ctypes.sizeof(copy._CopyGrads) == 56 + 32 * 64 <= 4096
-    assert ctypes.sizeof(sums._SumSlices) == 48
+    assert ctypes.sizeof(grads._Entries) == 24 + 32 * grads.NUM_ENTRIES
+    assert ctypes.sizeof(grads._CopyGrads) == 24 + ctypes.sizeof(grads._Entries)
+    assert ctypes.sizeof(grads._SumGrads) == 72 + ctypes.sizeof(grads._Entries) <= 4096

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import workload as w
 
-from zplan.cuda_ops.sums import sum_slices
+from zplan.cuda_ops.grads import UnitGrads
 from zplan.planner.buffers import page_lines, shared_sizes
 from zplan.planner.config import Choice
 from zplan.planner.placement import place
@@ -37,11 +38,11 @@ class OverGloo:
             parts = [x.view(torch.uint8) for x in full.chunk(self.world_size)]
             dist.all_gather(parts, parts[self.rank].clone(), group=self.group)
 
-    def exchange(self, received: torch.Tensor, full: torch.Tensor) -> None:
-        assert full.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata
-        came = torch.empty_like(full)
-        dist.all_to_all_single(came.view(torch.uint8), full.contiguous().view(torch.uint8), group=self.group)
-        received.copy_(torch.cat([x for r, x in enumerate(came.chunk(self.world_size)) if r != self.rank]))
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        assert sent.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata
+        came, sent = received.view(torch.uint8), sent.view(torch.uint8)
+        splits = [0 if r == self.rank else len(sent) // (self.world_size - 1) for r in range(self.world_size)]
+        dist.all_to_all_single(came, sent, splits, splits, group=self.group)
 
 
 class Side:
@@ -55,25 +56,26 @@ class Side:
 
 
 def exchanged(world_size: int, numel: int) -> list[torch.Tensor]:
-    """Every rank's sum of its slices over `symmetric.Shared` itself, on threads that read each other's buffers."""
-    barrier = threading.Barrier(world_size)
-    buffers = [
-        torch.randn(numel + 64, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(world_size)
-    ]
-    share, out = numel // world_size, [torch.zeros(numel // world_size) for _ in range(world_size)]
+    """Every rank's sum of its slice over `symmetric.Shared` itself, on threads that read each other's buffers."""
+    barrier, share = threading.Barrier(world_size), numel // world_size
+    grads = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(world_size)]
+    buffers = [torch.full((numel + 64,), torch.nan).bfloat16() for _ in grads]
+    out = [torch.full((share,), torch.nan) for _ in grads]
 
     def run(rank: int) -> None:
         shared = object.__new__(symmetric.Shared)
         shared.buffer, shared._memory, shared._peers = buffers[rank], Side(barrier), buffers
         shared.rank, shared.world_size, shared._timeout_ms = rank, world_size, 10_000
-        full, came = buffers[rank][64:], torch.empty(numel - share, dtype=torch.bfloat16)
-        shared.exchange(came, full)
-        sum_slices(came.view(-1, share), out[rank], add=False, own=(rank, full[rank * share :][:share]))
+        sent, came, start = buffers[rank][64 : 64 + numel - share], torch.empty(numel - share).bfloat16(), rank * share
+        ops = UnitGrads([(0, numel)])
+        ops.copy([grads[rank]], sent[:start], 0, add=False)
+        ops.copy([grads[rank]], sent[start:], start + share, add=False)
+        shared.exchange(came, sent)
+        ops.sum([grads[rank]], came.view(-1, share), rank, out[rank], start, add=False)
 
     with ThreadPoolExecutor(world_size) as pool:
         list(pool.map(run, range(world_size)))
-    want = sum_in_order([b[64:] for b in buffers])
-    assert torch.equal(torch.cat(out), want)
+    assert torch.equal(torch.cat(out), sum_in_order(grads))
     return out
 
 
@@ -118,7 +120,9 @@ def test_lines_of_symmetric_memory():
     assert sorted(sizes) == sorted(
         [b.line("params.ring.block").nbytes] * copies.ring_slots + [b.line("grads.slot").nbytes]
     )
-    assert b.line("grads.received").nbytes == 7 * a.line("grads.received").nbytes // 8
+    assert b.line("grads.received").nbytes == a.line("grads.received").nbytes == a.line("grads.slot").nbytes
+    scattered = predict(SPEC, replace(plain, reduce="scatter")).line("grads.slot")
+    assert scattered.nbytes * 7 // 8 == a.line("grads.slot").nbytes * plain.reduce_itemsize // plain.itemsize
     assert (b.line("shared.tables").nbytes, b.line("shared.tables").instances) == (8 * 8, 2 * len(sizes))
     (pages,) = page_lines(place(SPEC, copies), copies, timeline(SPEC.units))
     assert 0 < pages.nbytes <= len(sizes) * 2**21 and (pages.nbytes + sum(sizes)) % 2**21 == 0

@@ -1,25 +1,15 @@
-// Gradients of one unit (fp32, bf16 or fp16, each where autograd left it) into one flat buffer: written or, where it is
-// fp32, added, with the gaps between them zeroed when written. One launch for up to NUM_ENTRIES of them; the list is its
-// argument.
-
-struct Entry {
-    const void* grad;  // contiguous; null: counts as zeros
-    i64 start, end;    // where it lies in the unit's flat address space, in elements
-    int kind;
-};
+// Gradients of one unit (fp32, bf16 or fp16) into one flat buffer: written or, where it is fp32, added, with the gaps
+// between them zeroed when written. One launch for up to NUM_ENTRIES of them.
 
 struct CopyGrads {
-    void* target;    // stands for elements [start, end) of the flat address space
-    i64 start, end;  // of the target
-    i64 low, high;    // the part of it that this launch writes
-    int num_entries;
-    int add;  // only with an fp32 target
+    void* target;    // stands for elements [start, ...) of the flat address space
+    i64 start;
+    int add;   // only with an fp32 target
     int kind;  // of the target
-    int unused;
-    Entry entries[NUM_ENTRIES];
+    Entries entries;
 };
 
-static_assert(sizeof(Entry) == 32 && sizeof(CopyGrads) == 56 + 32 * NUM_ENTRIES, "as the host lays it out");
+static_assert(sizeof(CopyGrads) == 24 + sizeof(Entries), "as the host lays it out");
 
 template <bool ADD> __device__ __forceinline__ void put(float* target, i64 i, float x) {
     target[i] = ADD ? target[i] + x : x;
@@ -76,59 +66,43 @@ template <int KIND, int OUT> __device__ void narrow(unsigned short* out, const v
     for (i64 i = threadIdx.x; i < count; i += BLOCK) Format<OUT>::store(out, i, Format<KIND>::load(grad, at + i));
 }
 
-template <int OUT> __device__ void segment16(unsigned short* out, const Entry& e, i64 at, i64 count) {
-    if (e.grad == 0) {
+template <int OUT> __device__ void segment16(unsigned short* out, const void* grad, int kind, i64 at, i64 count) {
+    if (grad == 0) {
         for (i64 i = threadIdx.x; i < count; i += BLOCK) out[i] = 0;
-    } else if (e.kind == OUT) {
-        move(out, e.grad, at, count);
-    } else if (e.kind == FP32) {
-        narrow<FP32, OUT>(out, e.grad, at, count);
+    } else if (kind == OUT) {
+        move(out, grad, at, count);
+    } else if (kind == FP32) {
+        narrow<FP32, OUT>(out, grad, at, count);
     } else {
-        narrow<OUT == BF16 ? FP16 : BF16, OUT>(out, e.grad, at, count);
+        narrow<OUT == BF16 ? FP16 : BF16, OUT>(out, grad, at, count);
     }
 }
 
-template <bool ADD> __device__ void segment(float* out, const Entry& e, i64 at, i64 count) {
-    if (e.grad == 0) {
+template <bool ADD> __device__ void segment(float* out, const void* grad, int kind, i64 at, i64 count) {
+    if (grad == 0) {
         if (!ADD)
             for (i64 i = threadIdx.x; i < count; i += BLOCK) out[i] = 0.0f;
-    } else if (e.kind == BF16) {
-        convert<BF16, ADD>(out, e.grad, at, count);
-    } else if (e.kind == FP16) {
-        convert<FP16, ADD>(out, e.grad, at, count);
+    } else if (kind == BF16) {
+        convert<BF16, ADD>(out, grad, at, count);
+    } else if (kind == FP16) {
+        convert<FP16, ADD>(out, grad, at, count);
     } else {
-        convert<FP32, ADD>(out, e.grad, at, count);
+        convert<FP32, ADD>(out, grad, at, count);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) copy_grads(const __grid_constant__ CopyGrads a) {
-    i64 at = a.low + blockIdx.x * (i64)CHUNK;
-    i64 stop = at + CHUNK < a.high ? at + CHUNK : a.high;
-    int e = 0, high = a.num_entries;  // the first entry that ends past `at`
-    while (e < high) {
-        int middle = (e + high) / 2;
-        if (a.entries[middle].end > at) high = middle;
-        else e = middle + 1;
-    }
-    while (at < stop) {
-        i64 next;
+    i64 first = a.entries.low + blockIdx.x * (i64)CHUNK;
+    i64 stop = first + CHUNK < a.entries.high ? first + CHUNK : a.entries.high;
+    stretches(a.entries, first, stop, [&](const Entry* e, i64 at, i64 count) {
         float* out = (float*)a.target + (at - a.start);
         unsigned short* out16 = (unsigned short*)a.target + (at - a.start);
-        if (e < a.num_entries && a.entries[e].start <= at) {
-            next = a.entries[e].end < stop ? a.entries[e].end : stop;
-            i64 from = at - a.entries[e].start, count = next - at;
-            if (a.kind == BF16) segment16<BF16>(out16, a.entries[e], from, count);
-            else if (a.kind == FP16) segment16<FP16>(out16, a.entries[e], from, count);
-            else if (a.add) segment<true>(out, a.entries[e], from, count);
-            else segment<false>(out, a.entries[e], from, count);
-            e++;
-        } else {
-            next = e < a.num_entries && a.entries[e].start < stop ? a.entries[e].start : stop;
-            if (a.kind != FP32)
-                for (i64 i = threadIdx.x; i < next - at; i += BLOCK) out16[i] = 0;
-            else if (!a.add)
-                for (i64 i = threadIdx.x; i < next - at; i += BLOCK) out[i] = 0.0f;
-        }
-        at = next;
-    }
+        const void* grad = e ? e->grad : 0;
+        int kind = e ? e->kind : FP32;
+        i64 from = e ? at - e->start : 0;
+        if (a.kind == BF16) segment16<BF16>(out16, grad, kind, from, count);
+        else if (a.kind == FP16) segment16<FP16>(out16, grad, kind, from, count);
+        else if (a.add) segment<true>(out, grad, kind, from, count);
+        else segment<false>(out, grad, kind, from, count);
+    });
 }

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from zplan.cuda_ops.adamw import FusedAdamW, Slice, table_words
-from zplan.cuda_ops.copy import GradCopy
+from zplan.cuda_ops.grads import UnitGrads
 from zplan.cuda_ops.norm import GradNorm, norm_words
 
 DEVICE = torch.device("cuda", 0)
@@ -95,8 +95,8 @@ class Copy:
         self.into = [self.target[a:b] for a, b in self.spans]
 
     def ours(self, *, add: bool, **defines: int) -> float:
-        op = GradCopy(self.spans, defines=defines)
-        return millis(lambda: op(self.grads, self.target, 0, add=add), 20)
+        op = UnitGrads(self.spans, defines=defines)
+        return millis(lambda: op.copy(self.grads, self.target, 0, add=add), 20)
 
     def torch(self, *, add: bool) -> float:
         verb = torch.Tensor.add_ if add else torch.Tensor.copy_
