@@ -1,10 +1,14 @@
-"""`run_ranks`: run a function on several real ranks over gloo, each in a process of its own. `run`: a command line."""
+"""`run_ranks`: run a function on several real ranks over gloo, each in a process of its own. `run`: a command line.
+
+`host_kernels`: the CUDA kernels, on the CPU.
+"""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
 import pickle
+import shutil
 import signal
 import sys
 import time
@@ -206,3 +210,23 @@ def one_rank_here(monkeypatch: pytest.MonkeyPatch) -> None:
         train(Job.read(Path(arguments[0])), Board(folder, 0))
 
     monkeypatch.setattr(start, "launch", here)
+
+
+@pytest.fixture(scope="session")
+def _host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    import host_kernels
+
+    if shutil.which(host_kernels.COMPILER) is None:
+        pytest.skip(f"no {host_kernels.COMPILER} here to compile kernels for the host")
+    base = tmp_path_factory.getbasetemp()
+    # Workers share the folder above their own.
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "host-kernels"
+    folder.mkdir(exist_ok=True)
+    return host_kernels.HostKernels(folder)
+
+
+@pytest.fixture
+def host_kernels(_host_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Kernels take tensors of the CPU. `launched` lists what ran; `backwards = True` turns the order round."""
+    _host_kernels.install(monkeypatch)
+    return _host_kernels
