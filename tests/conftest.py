@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -226,7 +226,8 @@ def _host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def host_kernels(_host_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def host_kernels(_host_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Kernels take tensors of the CPU. `launched` lists what ran; `backwards = True` turns the order round."""
-    _host_kernels.install(monkeypatch)
-    return _host_kernels
+    margins = _host_kernels.install(monkeypatch)
+    yield _host_kernels
+    margins.check()
