@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -216,8 +216,8 @@ def one_rank_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def _host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     import host_kernels
 
-    if shutil.which(host_kernels.COMPILER) is None:
-        pytest.skip(f"no {host_kernels.COMPILER} here to compile kernels for the host")
+    if sys.platform != "linux" or shutil.which(host_kernels.COMPILER) is None:
+        pytest.skip(f"no {host_kernels.COMPILER} of Linux here to compile kernels for the host")
     base = tmp_path_factory.getbasetemp()
     # Workers share the folder above their own.
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "host-kernels"
@@ -226,7 +226,8 @@ def _host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def host_kernels(_host_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def host_kernels(_host_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Kernels take tensors of the CPU. `launched` lists what ran; `backwards = True` turns the order round."""
-    _host_kernels.install(monkeypatch)
-    return _host_kernels
+    margins = _host_kernels.install(monkeypatch)
+    yield _host_kernels
+    margins.check()

@@ -1,7 +1,7 @@
 // Runs a kernel's blocks one after another, and each block's threads as fibers of one host thread.
 //
 // A warp goes on alone for as long as it can, up to a barrier of the block; then comes the next. So warps are as far
-// apart as barriers allow, and what one of them reads too early or writes too soon shows. `backwards` turns the order of
+// apart as barriers allow, and what one reads too early or writes too soon shows. `backwards` turns the order of
 // blocks, warps and lanes round, for what shows only in the other order. Nothing depends on time.
 
 #include <setjmp.h>
@@ -118,16 +118,21 @@ int describe(char* out, unsigned t) {
 
 // No thread can go on: a barrier that all of those left have reached, the end, or a hang. Whether there is more to do.
 bool release_block() {
-    unsigned waits = MAX_THREADS, odd = MAX_THREADS;
+    bool warp = false;
+    unsigned waits = MAX_THREADS, odd = MAX_THREADS;  // a thread that waits, and one for which it does so in vain
     for (unsigned t = blockDim.x; t-- > 0;)
-        if (threads[t].state != RETURNED) waits = t;
+        if (threads[t].state != RETURNED && (threads[t].state == AT_WARP || !warp)) {
+            waits = t;
+            warp = threads[t].state == AT_WARP;
+        }
     if (waits == MAX_THREADS) return false;
-    for (unsigned t = 0; t < blockDim.x; t++) {
-        bool left = threads[t].state == RETURNED;
+    for (unsigned t = blockDim.x; t-- > 0;) {
         // Hardware asks of a barrier only those that are left, of a shuffle all of the mask.
-        if (!together(threads[waits], threads[t]) && !(left && threads[waits].state == AT_BLOCK)) odd = t;
+        bool asked = threads[t].state != RETURNED;
+        if (warp) asked = t / LANES == waits / LANES && threads[waits].mask >> t % LANES & 1;
+        if (asked && !together(threads[waits], threads[t])) odd = t;
     }
-    if (odd == MAX_THREADS && threads[waits].state == AT_BLOCK) {
+    if (odd == MAX_THREADS && !warp) {
         for (unsigned t = 0; t < blockDim.x; t++)
             if (threads[t].state == AT_BLOCK) threads[t].state = READY;
         return true;
@@ -135,7 +140,8 @@ bool release_block() {
     int length = snprintf(message, 100, "block %u: ", blockIdx.x);
     length += describe(message + length, waits);
     if (odd == MAX_THREADS) {
-        snprintf(message + length, 100, " with mask %08x, of which its warp has %u lanes", threads[waits].mask, blockDim.x);
+        const char* form = ", and mask %08x asks for lanes that its warp does not have";
+        snprintf(message + length, 100, form, threads[waits].mask);
     } else {
         length += snprintf(message + length, 100, ", but ");
         describe(message + length, odd);

@@ -1,4 +1,4 @@
-// What the kernels' sources use of CUDA, for g++: see `host_kernels.py`. Threads of a block are fibers of `host_cuda.cpp`.
+// What the kernels' sources use of CUDA, for g++: see `host_kernels.py`. Threads are fibers of `host_cuda.cpp`.
 // A name that is missing here is a compiler's error, not a silence.
 
 typedef unsigned long long host_word;

@@ -7,7 +7,6 @@ What stays untested there: rounding of the GPU's own instructions, timing, memor
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import re
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from zplan.cuda_ops import adamw, compiler
+from zplan.cuda_ops import adamw, compiler, linear_cross_entropy, rms_norm, rotary, swiglu
 
 HERE = Path(__file__).parent
 COMPILER = "g++"
@@ -86,34 +85,59 @@ class HostKernels:
     def __init__(self, folder: Path) -> None:
         self.folder, self.backwards = folder, False
         self.launched: list[str] = []
+        self._kernels: dict[tuple[object, ...], HostKernel] = {}
         fibers = build(folder, (HERE / "host_cuda.cpp").read_text(), [])
         self._fibers = ctypes.CDLL(str(fibers), mode=ctypes.RTLD_GLOBAL)
 
-    @functools.cache  # noqa: B019  lives as long as the process
-    def _kernel(self, name: str, function: str, defines: tuple[tuple[str, int], ...]) -> HostKernel:
-        macros = [f"-D{key}={value}" for key, value in defines]
-        options = [*macros, *CHECKED, "-lm", "-lc", "-lgcc"]
+    def build(self, name: str, function: str, macros: Mapping[str, int]) -> HostKernel:
+        defines = [f"-D{key}={value}" for key, value in sorted(macros.items())]
+        options = [*defines, *CHECKED, "-lm", "-lc", "-lgcc"]
         return HostKernel(self, build(self.folder, source_of(name, function), options), name, function)
 
     def kernel(self, name: str, function: str, _index: int, defines: Mapping[str, int] | None = None) -> HostKernel:
+        """In the place of `compiler.kernel`."""
         macros = {**compiler.TUNED[name], **(defines or {})}
-        return self._kernel(name, function, tuple(sorted(macros.items())))
+        key = (name, function, *sorted(macros.items()))
+        if key not in self._kernels:
+            self._kernels[key] = self.build(name, function, macros)
+        return self._kernels[key]
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Margins:
         """Have wrappers give tensors of the CPU to these kernels, forwards, with nothing launched yet."""
         monkeypatch.setattr(compiler, "usable", lambda device: device.type == "cpu")
         monkeypatch.setattr(compiler, "kernel", self.kernel)
-        monkeypatch.setattr(adamw, "torch", Unpinned())
+        margins = Margins()
+        for module in (adamw, linear_cross_entropy, rms_norm, rotary, swiglu):
+            monkeypatch.setattr(module, "torch", margins)
         self.launched.clear()
         self.backwards = False
+        return margins
 
 
-class Unpinned:
-    """`torch`, but for pinned memory, which only a machine with a GPU has."""
+class Margins:
+    """`torch` for the wrappers, but that what they allocate lies between marked elements, and nothing is pinned."""
+
+    WIDTH = 1024
+
+    def __init__(self) -> None:
+        self._made: list[torch.Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     @staticmethod
     def empty(*shape: int, pin_memory: bool, **kind: Any) -> torch.Tensor:
+        """Pinned memory is only where a GPU is."""
         return torch.empty(*shape, **kind)
+
+    def empty_like(self, like: torch.Tensor, **kind: Any) -> torch.Tensor:
+        plain = torch.empty_like(like, **kind)
+        assert plain.is_contiguous(), plain.stride()
+        whole = torch.full((plain.numel() + 2 * self.WIDTH,), 77, dtype=plain.dtype)
+        self._made.append(whole)
+        return whole[self.WIDTH : -self.WIDTH].view(plain.shape)
+
+    def check(self) -> None:
+        for whole in self._made:
+            edges = torch.cat([whole[: self.WIDTH], whole[-self.WIDTH :]])
+            assert bool((edges == 77).all()), f"written outside of {len(whole) - 2 * self.WIDTH} elements"

@@ -80,7 +80,7 @@ def adamw(
         elif half is not None and i != 3:
             part.append(Guarded(torch.full((n,), math.nan, dtype=half, device=device), offsets[4]))
         master, _, m, v, *copy = (g.view for g in part)
-        lr_scale, decay_scale = (0.5, 0.0) if i == 4 else (1.0, 1.0)
+        lr_scale, decay_scale = {4: (0.5, 0.0), 5: (3.0, 0.5)}.get(i, (1.0, 1.0))
         whole, low = (None, master) if apart else (master, None)
         slices.append(Slice(whole, m, v, copy[0] if copy else None, lr_scale, decay_scale, low))
         parts.append((part, first))
@@ -206,7 +206,7 @@ def unit(device, num, offset=0, *, strided=False):
         grads.append(
             None
             if i % 5 == 4
-            else Guarded(grad, i % 3 % 2).view
+            else Guarded(grad, i % 4).view
             if n % 2
             else grad.view(2, -1).t()
             if strided
@@ -299,6 +299,7 @@ CASES = {
     "copy unaligned": lambda d: copy(d, add=False, offset=1) + copy(d, add=True, offset=2),
     "copy 150 gradients": lambda d: copy(d, add=False, num=150) + copy(d, add=True, num=150),
     "copy into bf16": lambda d: copy(d, add=False, into=torch.bfloat16),
+    "copy 150 gradients into bf16": lambda d: copy(d, add=False, num=150, into=torch.bfloat16),
     "copy into fp16, unaligned": lambda d: copy(d, add=False, into=torch.float16, offset=1),
     "sums bf16": lambda d: sums(d, add=False, dtype=torch.bfloat16) + sums(d, add=True, dtype=torch.bfloat16),
     "sums fp32 of 8": lambda d: sums(d, add=False, dtype=torch.float32, ranks=8),
