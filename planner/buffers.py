@@ -13,25 +13,23 @@ from collections.abc import Sequence
 
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Line
-from zplan.planner.placement import Placement, grad_itemsize, shards_states
+from zplan.planner.placement import SHARED, Placement, grad_itemsize, shards_states, shares_flat
 from zplan.planner.states import by_class
 from zplan.planner.timeline import Timeline
 from zplan.planner.units import MIB
 
 PAGE = 2 * MIB
 
-
-SHARED = "in symmetric memory, outside torch's allocator"
-
 POINTER = 8
 
 
 def shared_sizes(placements: Sequence[Placement], choice: Choice) -> list[int]:
-    """Bytes of each buffer in symmetric memory: ring slots, and the slot of an exchange."""
+    """Bytes of each buffer in symmetric memory: ring slots, large flat buffers, and the slot of an exchange."""
     if not choice.copies:
         return []
     rings = {p.ring: p.slot_numel * choice.itemsize for p in placements if p.ringed}
     sizes = list(rings.values()) * choice.ring_slots
+    sizes += [p.buffer_bytes(choice) for p in placements if shares_flat(p, choice)]
     if choice.reduce == "exchange" and (numel := slot_numel(placements, choice)):
         sizes.append(numel * choice.itemsize)
     return sizes

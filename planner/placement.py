@@ -39,9 +39,15 @@ from zplan.planner.config import Choice
 from zplan.planner.layout import UnitLayout, lay_out
 from zplan.planner.models import ModelSpec, Unit
 from zplan.planner.optimizers import kind_of
+from zplan.planner.units import MIB
 
 NF4_CLASS = "nf4"
 """Size class of weights of 4 bits."""
+
+SHARED = "in symmetric memory, outside torch's allocator"
+
+SHARED_FROM = 64 * MIB
+"""Bytes of a flat buffer beside which the rest of its last page, at most 2 MiB, is small."""
 
 
 class Placement(NamedTuple):
@@ -96,6 +102,12 @@ class Placement(NamedTuple):
 def shards_states(choice: Choice) -> bool:
     """Whether each rank updates only its own slices."""
     return choice.stage >= 1 and choice.world_size > 1
+
+
+def shares_flat(placement: Placement, choice: Choice) -> bool:
+    """Whether other GPUs read a resident unit's flat buffer, to gather it by copies after each step."""
+    gathered = shards_states(choice) and not (placement.ringed or placement.frozen)
+    return choice.copies and gathered and placement.buffer_bytes(choice) >= SHARED_FROM
 
 
 def splits_masters(choice: Choice) -> bool:

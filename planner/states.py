@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from zplan.planner.config import Choice
 from zplan.planner.ledger import Kind, Line, Tier
 from zplan.planner.optimizers import SCRATCH_NUMEL, OptimizerKind, kind_of, workspace_bytes
-from zplan.planner.placement import NF4_CLASS, Placement, shards_states, single_gradients, splits_masters
+from zplan.planner.placement import (
+    NF4_CLASS,
+    SHARED,
+    Placement,
+    shards_states,
+    shares_flat,
+    single_gradients,
+    splits_masters,
+)
 from zplan.planner.timeline import Timeline
 
 FP32, BF16 = 4, 2
@@ -39,8 +47,10 @@ def state_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
     lines: list[Line] = []
     lines += frozen_lines([p for p in placements if p.frozen], choice, always)
     placements = [p for p in placements if not p.frozen]
-    resident = [(p, p.buffer_bytes(choice), always) for p in placements if not p.ringed]
-    lines += by_class("params.flat", resident, "states")
+    for shared, note in ((False, ""), (True, SHARED)):
+        resident = [p for p in placements if not p.ringed and shares_flat(p, choice) == shared]
+        found = by_class("params.flat", [(p, p.buffer_bytes(choice), always) for p in resident], "states")
+        lines += (line._replace(note=note) for line in found)
     lines += by_class("optim.master", [(p, p.owned_numel * FP32, always) for p in placements if p.has_master], "states")
     halves = [(p, p.owned_numel * BF16, always) for p in placements if p.split]
     lines += by_class("params.shard", [row for row in halves if row[0].ringed], "states")

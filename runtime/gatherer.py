@@ -48,7 +48,7 @@ class Gatherer:
             if slot is not None:
                 self.streams.wait(slot.free)
                 slot.holder = unit
-            shared = None if slot is None else slot.shared
+            shared = unit.shared if slot is None else slot.shared
             self.collectives.all_gather(unit.fill_own(unit.buffer), unit.name, shared)
             unit.whole = slot is None
             unit.gathered = self.streams.mark()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zplan.planner.config import Choice
 from zplan.planner.optimizers import kind_of
-from zplan.planner.placement import Placement, shards_states
+from zplan.planner.placement import Placement, shards_states, shares_flat
 from zplan.planner.states import FP32
 from zplan.runtime.arena import Arena
 from zplan.runtime.detect import Found
@@ -76,7 +76,7 @@ def materialize(  # noqa: PLR0913  the engine's parts
             full = _full_values(f, unit, arena.device, init, fresh, bound)
         for row, q in zip(p.unit.params, params, strict=True):
             check_device(row.name, q, arena.device)
-        _cut(unit, full, choice, arena)
+        _cut(unit, full, choice, arena, mesh)
         del full
         unit.make_views(_dtype(unit, choice), arena, closes=shards_states(choice) and p.closes)
         _hand_over(unit, arena.device)
@@ -121,13 +121,16 @@ def _full_values(
 
 
 @torch.no_grad()
-def _cut(unit: FlatUnit, full: Tensor | None, choice: Choice, arena: Arena) -> None:
+def _cut(unit: FlatUnit, full: Tensor | None, choice: Choice, arena: Arena, mesh: Mesh) -> None:
     """Keep what this rank keeps of the full values, zeros where there are none: flat buffer, master slices, states."""
     p, name, dtype = unit.placement, unit.placement.size_class, _dtype(unit, choice)
-    if not p.ringed:
+    if shares_flat(p, choice):
+        unit.shared = arena.take_shared(f"params.flat.{name}", p.layout.padded_numel, dtype, mesh)
+        unit.flat = unit.shared.buffer.zero_()
+    elif not p.ringed:
         line = "params.frozen.whole" if p.frozen else "params.flat"
         unit.flat = arena.take(f"{line}.{name}", p.layout.padded_numel, dtype, fill=0)
-        unit.whole = True
+    unit.whole = not p.ringed
     if p.has_shard:
         line = "params.frozen.shard" if p.frozen else "params.shard"
         unit.shard = arena.take(f"{line}.{name}", p.owned_numel, dtype, fill=0)

@@ -43,6 +43,7 @@ class FlatUnit:
         self.shapes = [p.shape for p in placement.unit.params]
         self.slot: Slot | None = None
         self.flat: Tensor | None = None  # 1D, compute dtype, padded_numel; resident units only
+        self.shared: Shared | None = None  # `flat` as other GPUs see it, where they read it
         self.master: Tensor | None = None  # 1D, owned_numel; see [Note: masters] in planner/placement.py
         self.shard: Tensor | None = None  # 1D, compute dtype, owned_numel; ringed units that are frozen or split
         self.low: Tensor | None = None  # 1D int16, owned_numel: lower halves of split masters

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import workload as w
 
 from zplan.cuda_ops.grads import UnitGrads
+from zplan.planner import placement
 from zplan.planner.buffers import page_lines, shared_sizes
 from zplan.planner.config import Choice
-from zplan.planner.placement import place
+from zplan.planner.placement import SHARED, place
 from zplan.planner.predict import predict
 from zplan.planner.timeline import timeline
 from zplan.runtime import arena, choices, symmetric
@@ -27,12 +28,15 @@ SPEC = w.spec(w.LLAMA4)
 class OverGloo:
     """What `symmetric.Shared` promises, by collectives."""
 
+    gathers = 0
+
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, group: Any, timeout_s: float) -> None:
         self.buffer = torch.empty(numel, dtype=dtype, device=device)
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         dist.barrier(group)
 
     def gather(self, pieces: list[torch.Tensor]) -> None:
+        OverGloo.gathers += 1
         for full in pieces:
             assert full.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata
             parts = [x.view(torch.uint8) for x in full.chunk(self.world_size)]
@@ -95,8 +99,13 @@ def train_with_copies(rank: int, world_size: int, arch: str, config: dict[str, A
     with pytest.MonkeyPatch.context() as m:
         m.setattr(arena, "Shared", OverGloo)
         m.setattr(choices, "_transport", lambda *_: "copies")
+        m.setattr(placement, "SHARED_FROM", 1)
         m.setattr(Choice, "copies", property(lambda c: c.transport == "copies" and c.world_size > 1))
-        return test_engine.train(rank, world_size, arch, config, steps, False)
+        m.setattr(OverGloo, "gathers", 0)
+        found = test_engine.train(rank, world_size, arch, config, steps, False)
+        # Each unit after each step at least, but for the last.
+        assert OverGloo.gathers >= (steps - 1) * len(w.spec(w.ARCHS[arch]).units)
+        return found
 
 
 @pytest.mark.gloo
@@ -126,6 +135,24 @@ def test_lines_of_symmetric_memory():
     assert (b.line("shared.tables").nbytes, b.line("shared.tables").instances) == (8 * 8, 2 * len(sizes))
     (pages,) = page_lines(place(SPEC, copies), copies, timeline(SPEC.units))
     assert 0 < pages.nbytes <= len(sizes) * 2**21 and (pages.nbytes + sum(sizes)) % 2**21 == 0
+
+
+def test_large_flat_buffers_are_shared_where_they_are_gathered():
+    """Stages 1 to 3 with a tied table of 64 MiB; blocks are too small."""
+    spec = w.spec(replace(w.LLAMA4, vocab=2**20 // w.LLAMA4.hidden * 32, tied=True))
+    for stage in (0, 1, 2, 3):
+        choice = Choice(stage, 4, transport="copies")
+        ledger, sizes = predict(spec, choice), shared_sizes(place(spec, choice), choice)
+        table = ledger.line("params.flat.embed")
+        assert table.nbytes >= placement.SHARED_FROM
+        assert (table.note == SHARED) == (table.nbytes in sizes) == (stage > 0)
+        assert [x.id for x in ledger.lines if x.id.startswith("params.flat") and x.note] == ["params.flat.embed"] * (
+            stage > 0
+        )
+        fewer = replace(choice, transport="collectives")
+        assert sum(x.total_bytes for x in predict(spec, fewer).lines if x.id.startswith("params")) == sum(
+            x.total_bytes for x in ledger.lines if x.id.startswith("params")
+        )
 
 
 @pytest.mark.parametrize("change", [{"world_size": 1}, {"device": "cpu"}, {"stage": 0}])
