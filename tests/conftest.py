@@ -20,6 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes depends on what else runs.
+settings.register_profile("zplan", deadline=None)
+settings.load_profile("zplan")
 
 # Set before any worker starts, and before torch is imported here. Two cores are enough for four ranks only when
 # no rank starts threads of its own.

@@ -130,13 +130,13 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 def test_any_shape_equals_what_an_observer_sees(case):
     expect_equal(*case)
 
 
 @given(cases(), st.sampled_from(["cpu", "cuda"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_laws(case, device):
     arch, choice = case
     # Heads that flash attention on CUDA takes without padding.

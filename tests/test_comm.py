@@ -1,7 +1,7 @@
 """Bytes sent per step: the textbook's ratios, zplan's exact sums, and a count of gathers by simulation."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zplan.planner.comm import Traffic, ring_gathers, textbook_traffic, textbook_volume, traffic
@@ -100,7 +100,6 @@ def test_a_higher_stage_never_keeps_more(p, n):
     assert all(TEXTBOOK[s].whole + TEXTBOOK[s].split == 16 for s in range(4))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 3), st.integers(1, 8), st.sampled_from([1, 2]), st.sampled_from(["bf16", "fp32"]))
 def test_runtime_rate_agrees_with_the_ledger(stage, n, k, precision):
     """The rate is the ledger's states and gradients, up to padding and units that stay resident at stage 3."""

@@ -143,7 +143,7 @@ def test_order_depends_on_the_global_batch_alone(counting, world_size, micro_bat
     assert len(set(step(0))) == 8
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 200), st.integers(0, 2**32), st.integers(0, 5))
 def test_every_epoch_is_a_permutation(n, seed, epoch):
     assert sorted(shuffled(epoch * n + i, n, seed) for i in range(n)) == list(range(n))

@@ -66,7 +66,7 @@ choices = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.sampled_from(sorted(SPECS)), choices)
 def test_a_folded_peak_is_that_of_the_whole_ledger(name, choice):
     assert foldable(choice)
@@ -140,7 +140,7 @@ def test_frozen_bases_with_adapters(tuning, stage):
         assert search.traffic(row.choice) == traffic(search.model.spec, row.choice)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(SPECS)), choices)
 def test_folded_traffic_is_that_of_the_whole_model(name, choice):
     s = Search(Model(SPECS[name], "a test"), Hardware(choice.world_size, 1, GIB), make_request({}))

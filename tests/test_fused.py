@@ -40,7 +40,7 @@ def test_several_chunks_and_steps(precision, attention, monkeypatch):
 
 
 @given(cases())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 def test_any_shape_equals_what_an_observer_sees(case):
     arch, choice = case
     kernels = "fused" if arch.family == "llama" else "torch"

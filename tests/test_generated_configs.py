@@ -188,7 +188,7 @@ def answer(config):
         assert e.message
 
 
-RELAXED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+RELAXED = {"suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
 @settings(max_examples=150, **RELAXED)

@@ -265,7 +265,7 @@ blocks = st.dictionaries(
 tops = st.dictionaries(st.sampled_from(["train_batch_size", "train_micro_batch_size_per_gpu", "bf16"]), odd, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tops, blocks | odd, st.sampled_from([None, 1, 3]), st.sampled_from(["", "start", "loss", "backward", "step"]))
 def test_no_config_causes_a_traceback(top, zero, gpus, phase):
     config = json.loads(json.dumps({**top, "zero_optimization": zero}))

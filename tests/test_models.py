@@ -270,7 +270,7 @@ def own_count(a):
 
 
 @given(st.floats(0, 1).map(lambda x: int(SMALLEST * (LARGEST / SMALLEST) ** x)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_count_gets_a_shape_within_one_per_cent(count):
     a = solve_shape(count)
     assert 0.99 * count <= own_count(a) <= count

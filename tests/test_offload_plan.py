@@ -51,7 +51,7 @@ choices = st.builds(
 ).map(lambda c: replace(c, offload=replace(c.offload, params=c.offload.params if c.stage == 3 else "none")))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(choices)
 def test_no_state_is_lost_and_none_is_held_twice(choice):
     """Masters, moments and gradients of every unit lie in exactly one memory, at their size of before."""

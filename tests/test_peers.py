@@ -169,7 +169,7 @@ def choices(*, ranks: int = 4) -> st.SearchStrategy[Choice]:
 TINY = shape("tiny")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(choices())
 def test_more_work_never_takes_less(choice):
     peak = predict(TINY, choice).peak_bytes()
@@ -177,7 +177,7 @@ def test_more_work_never_takes_less(choice):
         assert predict(TINY, replace(choice, **{name: 2 * getattr(choice, name)})).peak_bytes() >= peak
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(choices(ranks=2))
 def test_more_ranks_never_take_more_than_padding(choice):
     """Beyond one rank. What is gathered depends on how many parameters come together, so only states are compared."""
@@ -187,7 +187,7 @@ def test_more_ranks_never_take_more_than_padding(choice):
     assert states[1] <= states[0] + padding
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(choices(ranks=5).filter(lambda c: c.stage in (1, 2) and c.runtime == "deepspeed"))
 def test_no_rank_holds_more_than_the_one_that_counts(choice):
     most = predict(TINY, choice, rank=None).peak_bytes()

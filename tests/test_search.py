@@ -55,7 +55,7 @@ def test_checkpointing_is_left_out_only_where_a_tenth_stays_free():
     assert search(none, checkpointing="none").best(0, [Batch(1, 1, 4)]).fits
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(30, 400), st.sampled_from([1, 6, 16]), st.sampled_from(STAGES))
 def test_the_micro_batch_is_the_largest_that_fits(mib, per_rank, stage):
     s = search(mib * MIB, global_batch=per_rank * 4)

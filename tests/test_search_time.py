@@ -28,7 +28,7 @@ def search(mem_bytes, *, world=4, nodes=1, **asked):
     return Search(SMALL, Hardware(world, nodes, mem_bytes, CARD), make_request({"seq": 1024, **asked}))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(2300, 6000),
     st.sampled_from([1, 4, 6, 16]),
@@ -60,7 +60,7 @@ def test_the_choice_is_that_of_brute_force(mib, per_rank, stage, checkpointing, 
     assert row.ledger.interval()[1] <= mib * MIB
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 3), st.sampled_from(["none", "full"]), st.sampled_from([1, 2, 8]), st.integers(1, 3))
 def test_what_is_more_costs_more(stage, checkpointing, world, k):
     """Monotone in micro-batch, sequence and parameters; the peak is no less than any phase."""
@@ -79,7 +79,7 @@ def test_what_is_more_costs_more(stage, checkpointing, world, k):
         assert other.time(base).total > s.time(base).total
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 3), st.integers(2, 64), st.sampled_from([1, 2]))
 def test_more_ranks_never_cost_a_rank_more_than_padding(stage, world, k):
     s = search(100 * GIB, world=1)

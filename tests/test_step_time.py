@@ -153,7 +153,7 @@ def test_queues_by_simulation(runs):
     assert reduced_after(runs) == pytest.approx(sent)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 3), st.integers(2, 16), st.integers(1, 4), st.sampled_from(["none", "full"]), st.booleans())
 def test_all_transfers_are_the_traffic_that_is_counted(stage, n, k, checkpointing, frozen):
     """Without latency, seconds of transfers, hidden and exposed, are bytes over the rate of the links."""
