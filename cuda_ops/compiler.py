@@ -28,11 +28,14 @@ PRELUDES: dict[str, tuple[str, ...]] = {
 }
 """What stands in front of each source; of those that are not here, `numeric.cuh` alone."""
 
+NUM_ENTRIES = 64
+"""Gradients of one launch: their list is the kernel's argument, of at most 4 KiB."""
+
 TUNED: dict[str, dict[str, int]] = {
     "adamw": {"BLOCK": 512, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "SPLIT": 0, "GRAD": 0},
     "norm": {"BLOCK": 512, "UNROLL": 4, "STREAM": 0},
-    "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 0, "NUM_ENTRIES": 64},
-    "sums": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "NUM_ENTRIES": 64},
+    "copy": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 0, "NUM_ENTRIES": NUM_ENTRIES},
+    "sums": {"BLOCK": 256, "CHUNK": 8192, "UNROLL": 4, "STREAM": 1, "NUM_ENTRIES": NUM_ENTRIES},
     "cross_entropy": {"BLOCK": 512, "UNROLL": 2},
     "rms_norm": {"BLOCK": 128, "VECTORS": 4, "LANES": 8, "DTYPE": 1},
     "swiglu": {"BLOCK": 256, "CHUNK": 8192},

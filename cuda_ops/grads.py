@@ -10,15 +10,12 @@ from torch import Tensor
 
 from zplan.cuda_ops import compiler, reference
 from zplan.cuda_ops.adamw import KINDS
+from zplan.cuda_ops.compiler import NUM_ENTRIES
 from zplan.cuda_ops.norm import MAX_BLOCKS, GradNorm, Squares
 
 
 class _Entry(ctypes.Structure):
     _fields_ = [("grad", ctypes.c_void_p), ("start", ctypes.c_int64), ("end", ctypes.c_int64), ("kind", ctypes.c_int)]
-
-
-NUM_ENTRIES = compiler.TUNED["copy"]["NUM_ENTRIES"]
-"""Gradients of one launch: the list is the kernel's argument, of at most 4 KiB."""
 
 
 class _Entries(ctypes.Structure):
@@ -53,34 +50,54 @@ class _SumGrads(ctypes.Structure):
     ]
 
 
-class UnitGrads:
-    """What is done with the gradients of one unit, whose places never change.
+class GradPlaces:
+    """Where the gradients of one unit lie in its flat address space.
 
     Parameters
     ----------
     spans
-        `(start, end)` of each gradient in the unit's flat address space, in elements, in order and without overlap.
+        `(start, end)` of each gradient, in elements, in order and without overlap.
     defines
         Macros that differ from `compiler.TUNED`.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], *, defines: Mapping[str, int] | None = None) -> None:
         assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "spans overlap or are out of order"
-        self.spans, self._defines = list(spans), dict(defines or {})
-        self._groups = [_Entries() for _ in range(0, max(1, len(spans)), NUM_ENTRIES)]
-        for i, (start, end) in enumerate(spans):
-            entry = self._groups[i // NUM_ENTRIES].of[i % NUM_ENTRIES]
-            entry.start, entry.end = start, end
-        for i, group in enumerate(self._groups):
-            group.num = min(NUM_ENTRIES, len(spans) - i * NUM_ENTRIES)
+        self.spans, self.defines = list(spans), dict(defines or {})
+        self._groups: list[_Entries] = []
+        for first in range(0, max(1, len(spans)), NUM_ENTRIES):
+            group = _Entries()
+            group.num = min(NUM_ENTRIES, len(spans) - first)
+            for entry, (start, end) in zip(group.of, spans[first:], strict=False):
+                entry.start, entry.end = start, end
+            self._groups.append(group)
 
-    def copy(self, grads: Sequence[Tensor | None], target: Tensor, start: int, *, add: bool) -> None:
+    def of(self, grads: Sequence[Tensor | None]) -> UnitGrads:
+        """One a span: fp32, bf16 or fp16 of any shape; None counts as zeros. To be kept until launches are over."""
+        for grad, (low, high) in zip(grads, self.spans, strict=True):
+            assert grad is None or grad.numel() == high - low, (grad.shape, low, high)
+        # A gradient that is laid out otherwise than its parameter is rare, and torch does it well.
+        if any(g is not None and not g.is_contiguous() for g in grads):
+            return UnitGrads(self, grads, [])
+        groups = [_Entries.from_buffer_copy(group) for group in self._groups]
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                entry = groups[i // NUM_ENTRIES].of[i % NUM_ENTRIES]
+                entry.grad, entry.kind = grad.data_ptr(), KINDS[grad.dtype]
+        return UnitGrads(self, grads, groups)
+
+
+class UnitGrads:
+    """The gradients of one backward of one unit, each where autograd left it. Made by `GradPlaces.of`."""
+
+    def __init__(self, places: GradPlaces, grads: Sequence[Tensor | None], groups: Sequence[_Entries]) -> None:
+        self._places, self._grads, self._groups = places, grads, groups
+
+    def copy(self, target: Tensor, start: int, *, add: bool) -> None:
         """Write or add what lies in `[start, start + target.numel())` of the flat address space, on the current stream.
 
         Parameters
         ----------
-        grads
-            One a span: fp32, bf16 or fp16 of any shape; None counts as zeros. To be kept until the stream has passed.
         target
             1D, contiguous; fp32, or bf16 or fp16 without `add`.
         add
@@ -88,16 +105,15 @@ class UnitGrads:
         """
         assert target.dim() == 1 and target.is_contiguous(), target.shape
         assert target.dtype == torch.float32 or (target.dtype in KINDS and not add), target.dtype
-        if not self._launchable(grads, target):
-            reference.copy_grads(grads, self.spans, target, start, add=add)
+        if not self._groups or not compiler.usable(target.device):
+            reference.copy_grads(self._grads, self._places.spans, target, start, add=add)
             return
-        for entries in self._launches(grads, start, start + target.numel()):
+        for entries in self._launches(start, start + target.numel()):
             args = _CopyGrads(target.data_ptr(), start, int(add), KINDS[target.dtype], entries)
             self._launch("copy", "copy_grads", target, entries, args)
 
-    def sum(
+    def sum(  # noqa: PLR0913  one launch
         self,
-        grads: Sequence[Tensor | None],
         others: Tensor,
         rank: int,
         target: Tensor,
@@ -110,8 +126,6 @@ class UnitGrads:
 
         Parameters
         ----------
-        grads
-            This rank's, as for `copy`.
         others
             (N - 1, numel), contiguous, fp32, bf16 or fp16: what every other rank sent, in rank order.
         rank
@@ -125,46 +139,37 @@ class UnitGrads:
         """
         assert others.dim() == 2 and others.is_contiguous() and target.is_contiguous(), (others.shape, target.shape)
         assert target.dtype == torch.float32 and target.shape == others.shape[1:], (target.dtype, target.shape)
-        launchable = self._launchable(grads, target)
-        launches = list(self._launches(grads, start, start + target.numel())) if launchable else []
-        alone = len(launches) == 1 and norm is not None
-        if not launchable:
-            reference.sum_grads(grads, self.spans, others, rank, target, start, add=add)
+        launches: list[_Entries] = []
+        if self._groups and compiler.usable(target.device):
+            launches = list(self._launches(start, start + target.numel()))
+        else:
+            reference.sum_grads(self._grads, self._places.spans, others, rank, target, start, add=add)
+        alone = norm is not None and len(launches) == 1
         for entries in launches:
             args = _SumGrads(others.data_ptr(), target.data_ptr(), start, target.numel())
             args.count, args.rank, args.kind, args.add = len(others) + 1, rank, KINDS[others.dtype], int(add)
             args.entries = entries
-            if alone:
-                assert norm is not None
+            if norm is not None and alone:
                 args.squares = norm[0].squares(norm[1])
             self._launch("sums", "sum_grads", target, entries, args)
         if norm is not None and not alone:
             norm[0].add(norm[1], target)
 
-    def _launchable(self, grads: Sequence[Tensor | None], target: Tensor) -> bool:
-        """Whether kernels do it. A gradient laid out otherwise than its parameter is rare, and torch does it well."""
-        for grad, (low, high) in zip(grads, self.spans, strict=True):
-            assert grad is None or grad.numel() == high - low, (grad.shape, low, high)
-        strided = any(g is not None and not g.is_contiguous() for g in grads)
-        return not strided and compiler.usable(target.device)
-
-    def _launches(self, grads: Sequence[Tensor | None], start: int, end: int) -> Iterator[_Entries]:
+    def _launches(self, start: int, end: int) -> Iterator[_Entries]:
         """The lists of the launches that together go over `[start, end)`, which they share at their first entries."""
+        spans = self._places.spans
         for i, group in enumerate(self._groups):
             first = i * NUM_ENTRIES
-            group.low = start if i == 0 else max(start, self.spans[first][0])
+            group.low = start if i == 0 else max(start, spans[first][0])
             last = i + 1 == len(self._groups)
-            group.high = end if last else min(end, self.spans[first + NUM_ENTRIES][0])
-            if group.low >= group.high:
-                continue
-            for entry, grad in zip(group.of, grads[first : first + NUM_ENTRIES], strict=False):
-                entry.grad = 0 if grad is None else grad.data_ptr()
-                entry.kind = 0 if grad is None else KINDS[grad.dtype]
-            yield group
+            group.high = end if last else min(end, spans[first + NUM_ENTRIES][0])
+            if group.low < group.high:
+                yield group
 
     def _launch(self, name: str, function: str, target: Tensor, entries: _Entries, args: ctypes.Structure) -> None:
-        macros = {**compiler.TUNED[name], **self._defines}
+        defines = self._places.defines
+        macros = {**compiler.TUNED[name], **defines}
         grid = -(-(entries.high - entries.low) // macros["CHUNK"])
         if name == "sums":
             grid = min(grid, MAX_BLOCKS)
-        compiler.kernel(name, function, target.get_device(), self._defines).launch(grid, macros["BLOCK"], args)
+        compiler.kernel(name, function, target.get_device(), defines).launch(grid, macros["BLOCK"], args)

@@ -20,6 +20,9 @@ from zplan.planner.units import MIB
 
 PAGE = 2 * MIB
 
+SIGNAL_PAD = 9216
+"""Bytes behind each buffer in symmetric memory: torch's default, 32 channels of 72 words of 32 bits."""
+
 POINTER = 8
 
 
@@ -55,12 +58,12 @@ def table_lines(placements: Sequence[Placement], choice: Choice, time: Timeline)
 def page_lines(placements: Sequence[Placement], choice: Choice, time: Timeline) -> list[Line]:
     """The rest of the last page of each buffer in symmetric memory.
 
-    torch's `CUDASymmetricMemory` puts a signal pad beside the buffer and rounds both up to the driver's granularity,
-    2 MiB. A buffer that ends with a page therefore takes one more.
+    torch's `CUDASymmetricMemory` puts a signal pad behind the buffer and rounds both up to the driver's granularity,
+    2 MiB.
     """
     sizes = shared_sizes(placements, choice)
     note = f"pages of 2 MiB of {len(sizes)} buffers in symmetric memory, with torch's signal pads"
-    pages = sum(-n % PAGE or PAGE for n in sizes)
+    pages = sum(SIGNAL_PAD + -(n + SIGNAL_PAD) % PAGE for n in sizes)
     return [Line("alloc.pages", pages, (time.always,), "overhead", source="derived", note=note)]
 
 

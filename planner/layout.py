@@ -83,17 +83,6 @@ class UnitLayout(NamedTuple):
         start = piece.offset + rank * per_rank
         return start, start + per_rank
 
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """`(start, end)` of every stretch of the flat buffer that no parameter fills."""
-        found, at = [], 0
-        for e in self.entries:
-            if e.offset > at:
-                found.append((at, e.offset))
-            at = e.end
-        if self.padded_numel > at:
-            found.append((at, self.padded_numel))
-        return tuple(found)
-
 
 def piece_length(piece_numel: int, world_size: int) -> int:
     """Largest legal piece, in elements: `piece_numel` down to a multiple of `ALIGN * world_size`, one at least."""

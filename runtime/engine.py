@@ -342,6 +342,7 @@ class Engine(nn.Module):
         self.hooks.open_early()
 
     def _update_units(self, units: Sequence[FlatUnit]) -> None:
+        self.gatherer.let_read(units)
         self.optimizer.update(units)
         self.gatherer.invalidate(units)
 

@@ -73,6 +73,15 @@ class Gatherer:
             unit.slot.holder = None
         unit.slot.free = self.streams.mark()
 
+    def let_read(self, units: Sequence[FlatUnit]) -> None:
+        """Before units' own slices are written: wait for gathers of them that nobody has waited for.
+
+        A unit that this forward did not run, say: other ranks may still read it.
+        """
+        for unit in units:
+            self.streams.wait(unit.gathered)
+            unit.gathered = None
+
     def invalidate(self, units: Sequence[FlatUnit]) -> None:
         """After units' optimizer step: other ranks' slices are old everywhere, so nothing is shown until gathered."""
         if not self.sharded:

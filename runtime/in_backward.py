@@ -55,6 +55,7 @@ class InBackward:
             self.optimizer.begin(self.collectives)
             self.begun = True
         self.optimizer.guard(unit)
+        self.gatherer.let_read([unit])
         self.optimizer.update([unit])
         self.gatherer.invalidate([unit])
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from zplan.planner.ledger import Ledger
 
-CPU_MESSAGE = "can't allocate memory"
-"""What torch's CPU allocator says in a plain RuntimeError."""
+MESSAGES = ("can't allocate memory", "CUDA driver error: out of memory")
+"""What torch's CPU allocator, and its symmetric memory, say in a plain RuntimeError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     import torch
 
-    refused = isinstance(error, RuntimeError) and CPU_MESSAGE in str(error)
+    refused = isinstance(error, RuntimeError) and any(said in str(error) for said in MESSAGES)
     return refused or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 

@@ -7,12 +7,12 @@ disagree. Where backward updates (`runtime/in_backward.py`), one unit's exists a
 
 [Note: retained gradients] Copying into the slot and reducing both happen on the reduce stream, so compute never waits
 for a slot and one slot is enough. The compute-dtype gradients that they read are therefore held until the next unit's
-land, when compute waits for what is long done, and only then are they freed.
+land, when compute waits for what is done by then, but after a large unit before a small one, and they are freed.
 
 [Note: exchange] Gradients come in the compute dtype, so on one host they travel in it: every rank gets its slices of
 all others and adds them up in fp32, in rank order, its own from where autograd left it. The sum is that of an fp32
-reduce-scatter, with half the bytes on the links, and its order never depends on timing. Over several hosts a
-reduce-scatter in fp32 is used, whose algorithms know the network.
+reduce-scatter, with half the bytes on the links, and its order never depends on timing. What a fused head gives in fp32
+is rounded for others only. Over several hosts a reduce-scatter in fp32 is used, whose algorithms know the network.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zplan.cuda_ops.grads import UnitGrads
 from zplan.cuda_ops.norm import GradNorm
 from zplan.planner.buffers import full_gradients, reduced_numel, slot_numel, uses_reduce_slots
 from zplan.planner.config import Choice
@@ -206,9 +207,10 @@ class Reducer:
             self.slot = self.arena.take("grads.slot", *size) if self.shared is None else self.shared.buffer
             if self.exchanges:
                 self.received = self.arena.take("grads.received", self.slot_numel, self.slot_dtype)
-        landed = unit.release_grads()
+        left = unit.release_grads()
         if self.suspects is not None and self.suspects.looking:
-            self.suspects.look(unit, landed)
+            self.suspects.look(unit, left)
+        landed = unit.grad_places.of(left)
         here, measured = self.streams.mark(), False
         with self.streams.on(self.streams.reduce):
             self.streams.wait(here)
@@ -224,9 +226,9 @@ class Reducer:
                 self.update(unit)
             if self.choice.optimizer_in_backward:
                 unit.grad, unit.filled, unit.summed = None, False, False
-        self.retained = [(unit.placement.size_class, g) for g in landed if g is not None]
+        self.retained = [(unit.placement.size_class, g) for g in left if g is not None]
 
-    def _reduce_in_place(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor) -> None:
+    def _reduce_in_place(self, unit: FlatUnit, landed: UnitGrads, grad: Tensor) -> None:
         """Accumulate whole gradients; in the last micro-step sum them over ranks where there are any.
 
         Gradients that come after that sum are added to it on the rank that owns a slice (rank 0 at stage 0), and summed
@@ -234,7 +236,7 @@ class Reducer:
         """
         if unit.summed:
             self._keep_one_copy(unit, grad)
-        unit.grad_ops.copy(landed, grad, 0, add=unit.filled)
+        landed.copy(grad, 0, add=unit.filled)
         unit.filled, unit.summed = True, self.sums_ranks
         self.copied = self.streams.mark()
         if not self.sums_ranks:
@@ -257,9 +259,7 @@ class Reducer:
             grad[piece.offset : start].zero_()
             grad[end : piece.offset + piece.numel].zero_()
 
-    def _exchange(
-        self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor, received: Tensor
-    ) -> bool:
+    def _exchange(self, unit: FlatUnit, landed: UnitGrads, grad: Tensor, slot: Tensor, received: Tensor) -> bool:
         """Piece by piece: copy the others' slices into the slot, exchange, sum into the gradient shard.
 
         Of whole gradients it is this rank's slices that are summed; in the last micro-step the others' are gathered.
@@ -269,13 +269,13 @@ class Reducer:
         for i, piece in enumerate(unit.layout.pieces):
             start, end = unit.layout.own(piece, unit.rank)
             before, numel = start - piece.offset, piece.numel - (end - start)
-            unit.grad_ops.copy(landed, slot[:before], piece.offset, add=False)
-            unit.grad_ops.copy(landed, slot[before:numel], end, add=False)
+            landed.copy(slot[:before], piece.offset, add=False)
+            landed.copy(slot[before:numel], end, add=False)
             self.collectives.exchange_slices(received[:numel], slot[:numel], unit.name, self.shared)
             own = grad[start:end] if self.full else unit.shard_of(grad, piece)
             norm = None if norms is None else (norms[0], norms[1] + i)
             others = received[:numel].view(-1, end - start)
-            unit.grad_ops.sum(landed, others, unit.rank, own, start, add=unit.filled, norm=norm)
+            landed.sum(others, unit.rank, own, start, add=unit.filled, norm=norm)
         self.copied = self.streams.mark()
         unit.filled = True
         if self.full and self.sums_ranks:
@@ -283,11 +283,11 @@ class Reducer:
             self.collectives.all_gather(pairs, unit.name)
         return norms is not None
 
-    def _reduce_through_slot(self, unit: FlatUnit, landed: list[Tensor | None], grad: Tensor, slot: Tensor) -> None:
+    def _reduce_through_slot(self, unit: FlatUnit, landed: UnitGrads, grad: Tensor, slot: Tensor) -> None:
         """Piece by piece: copy into the slot, reduce-scatter into the gradient shard."""
         for piece in unit.layout.pieces:
             part = slot[: piece.numel]
-            unit.grad_ops.copy(landed, part, piece.offset, add=False)
+            landed.copy(part, piece.offset, add=False)
             self.copied = self.streams.mark()
             shard = unit.shard_of(grad, piece)
             if not unit.filled:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zplan.cuda_ops.grads import UnitGrads
+from zplan.cuda_ops.grads import GradPlaces
 from zplan.planner.layout import Piece
 from zplan.planner.placement import Placement
 from zplan.runtime.arena import Arena
@@ -60,7 +60,7 @@ class FlatUnit:
         self.open = False
         self.summoned = False
         """Shown whole by `summon`, which alone ends that."""
-        self.grad_ops = UnitGrads([(e.offset, e.end) for e in self.layout.entries])
+        self.grad_places = GradPlaces([(e.offset, e.end) for e in self.layout.entries])
         self.filled = False
         """`grad` holds gradients of this step, to be added to."""
         self.summed = False

@@ -9,7 +9,7 @@ import torch
 
 from zplan.cuda_ops import reference
 from zplan.cuda_ops.adamw import FusedAdamW, Slice, table_words
-from zplan.cuda_ops.grads import UnitGrads
+from zplan.cuda_ops.grads import GradPlaces
 from zplan.cuda_ops.halves import merge, split
 from zplan.cuda_ops.norm import GradNorm, norm_words
 
@@ -218,25 +218,25 @@ def unit(device, num, offset=0, *, strided=False):
 def copy(device, *, add, offset=0, num=11, strided=False, into=torch.float32):
     """A unit of gradients of all dtypes, whole and window by window; equal bits."""
     spans, grads, at = unit(device, num, offset, strided=strided)
-    total, op = at + 256, UnitGrads(spans)
+    total, mine = at + 256, GradPlaces(spans).of(grads)
     for start, end in ((0, total), (0, 128), (64, 8192 + 64), (8960, 22000), (at, total), (5, 5)):
         target = Guarded(torch.randn(end - start, device=device).to(into), offset)
         want = target.view.clone() if add else torch.zeros_like(target.view)
         reference.copy_grads(grads, spans, want, start, add=add)
         if not add:
             target.view.fill_(math.nan)
-        op.copy(grads, target.view, start, add=add)
+        mine.copy(target.view, start, add=add)
         target.check()
         torch.testing.assert_close(target.view, want, rtol=0, atol=0, equal_nan=True)
     return 0.0
 
 
-def sums(device, *, add, dtype, ranks=3, offset=0, num=11, finite=False, strided=False):
+def sums(device, *, add, dtype, ranks=3, offset=0, num=11, finite=False, strided=False, **defines):
     """Windows of a unit as every rank sums them, with the norm of what comes out and without; equal bits."""
     spans, grads, at = unit(device, num, offset, strided=strided)
     if finite:
         grads = [None if g is None else g.nan_to_num(0.5, 0.25) for g in grads]
-    op, worst = UnitGrads(spans), 0.0
+    mine, worst = GradPlaces(spans, defines=defines).of(grads), 0.0
     for start, end in ((0, at + 64), (64, 8192 + 64), (8961, 22000), (at, at + 3)):
         others = Guarded(torch.randn((ranks - 1) * (end - start), device=device).to(dtype), offset)
         came = others.view.view(ranks - 1, -1)
@@ -248,7 +248,7 @@ def sums(device, *, add, dtype, ranks=3, offset=0, num=11, finite=False, strided
             norm.add(0, out.view[:0])
             for given in (None, (norm, 1), (norm, 1)):
                 out.view.copy_(before if add else torch.full_like(before, math.nan))
-                op.sum(grads, came, rank, out.view, start, add=add, norm=given)
+                mine.sum(came, rank, out.view, start, add=add, norm=given)
                 out.check()
                 torch.testing.assert_close(out.view, want, rtol=0, atol=0, equal_nan=True)
             norm.finish()
@@ -308,6 +308,10 @@ CASES = {
         sums(d, add=a, dtype=torch.bfloat16, ranks=2, finite=True, offset=o) for a in (False, True) for o in (0, 3)
     ),
     "sums of 150 gradients": lambda d: sums(d, add=False, dtype=torch.bfloat16, ranks=2, num=150, finite=True),
+    # Four chunks for each of the 1,024 blocks that a launch has at most.
+    "sums of many chunks": lambda d: sums(
+        d, add=False, dtype=torch.bfloat16, ranks=2, num=28, finite=True, BLOCK=32, CHUNK=32
+    ),
     "sums strided": lambda d: sums(d, add=False, dtype=torch.bfloat16, strided=True),
     "copy strided": lambda d: copy(d, add=True, strided=True),
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import test_engine
@@ -13,9 +14,9 @@ import torch
 import torch.distributed as dist
 import workload as w
 
-from zplan.cuda_ops.grads import UnitGrads
+from zplan.cuda_ops.grads import GradPlaces
 from zplan.planner import placement
-from zplan.planner.buffers import page_lines, shared_sizes
+from zplan.planner.buffers import PAGE, SIGNAL_PAD, page_lines, shared_sizes
 from zplan.planner.config import Choice
 from zplan.planner.placement import SHARED, place
 from zplan.planner.predict import predict
@@ -28,7 +29,8 @@ SPEC = w.spec(w.LLAMA4)
 class OverGloo:
     """What `symmetric.Shared` promises, by collectives."""
 
-    gathers = 0
+    gathered: ClassVar[Counter[int]] = Counter()
+    """Gathers of each buffer, by its address."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, group: Any, timeout_s: float) -> None:
         self.buffer = torch.empty(numel, dtype=dtype, device=device)
@@ -36,7 +38,7 @@ class OverGloo:
         dist.barrier(group)
 
     def gather(self, pieces: list[torch.Tensor]) -> None:
-        OverGloo.gathers += 1
+        OverGloo.gathered[self.buffer.data_ptr()] += 1
         for full in pieces:
             assert full.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata
             parts = [x.view(torch.uint8) for x in full.chunk(self.world_size)]
@@ -71,11 +73,11 @@ def exchanged(world_size: int, numel: int) -> list[torch.Tensor]:
         shared.buffer, shared._memory, shared._peers = buffers[rank], Side(barrier), buffers
         shared.rank, shared.world_size, shared._timeout_ms = rank, world_size, 10_000
         sent, came, start = buffers[rank][64 : 64 + numel - share], torch.empty(numel - share).bfloat16(), rank * share
-        ops = UnitGrads([(0, numel)])
-        ops.copy([grads[rank]], sent[:start], 0, add=False)
-        ops.copy([grads[rank]], sent[start:], start + share, add=False)
+        mine = GradPlaces([(0, numel)]).of([grads[rank]])
+        mine.copy(sent[:start], 0, add=False)
+        mine.copy(sent[start:], start + share, add=False)
         shared.exchange(came, sent)
-        ops.sum([grads[rank]], came.view(-1, share), rank, out[rank], start, add=False)
+        mine.sum(came.view(-1, share), rank, out[rank], start, add=False)
 
     with ThreadPoolExecutor(world_size) as pool:
         list(pool.map(run, range(world_size)))
@@ -101,11 +103,15 @@ def train_with_copies(rank: int, world_size: int, arch: str, config: dict[str, A
         m.setattr(choices, "_transport", lambda *_: "copies")
         m.setattr(placement, "SHARED_FROM", 1)
         m.setattr(Choice, "copies", property(lambda c: c.transport == "copies" and c.world_size > 1))
-        m.setattr(OverGloo, "gathers", 0)
+        OverGloo.gathered.clear()
         found = test_engine.train(rank, world_size, arch, config, steps, False)
-        # Each unit after each step at least, but for the last.
-        assert OverGloo.gathers >= (steps - 1) * len(w.spec(w.ARCHS[arch]).units)
-        return found
+    # After each step at least, but for the last: the ring's slots, and flat buffers of all other units.
+    choice = Choice(config["zero_optimization"]["stage"], world_size)
+    placed = place(w.spec(w.ARCHS[arch]), choice)
+    flats = sum(not p.ringed for p in placed)
+    assert len(OverGloo.gathered) == flats + (choice.ring_slots if flats < len(placed) else 0)
+    assert min(OverGloo.gathered.values()) >= steps - 1
+    return found
 
 
 @pytest.mark.gloo
@@ -134,7 +140,14 @@ def test_lines_of_symmetric_memory():
     assert scattered.nbytes * 7 // 8 == a.line("grads.slot").nbytes * plain.reduce_itemsize // plain.itemsize
     assert (b.line("shared.tables").nbytes, b.line("shared.tables").instances) == (8 * 8, 2 * len(sizes))
     (pages,) = page_lines(place(SPEC, copies), copies, timeline(SPEC.units))
-    assert 0 < pages.nbytes <= len(sizes) * 2**21 and (pages.nbytes + sum(sizes)) % 2**21 == 0
+    assert (pages.nbytes + sum(sizes)) % PAGE == 0
+    assert SIGNAL_PAD * len(sizes) <= pages.nbytes < (PAGE + SIGNAL_PAD) * len(sizes)
+
+
+def test_the_signal_pad_is_torchs():
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    assert _SymmetricMemory.signal_pad_size == SIGNAL_PAD
 
 
 def test_large_flat_buffers_are_shared_where_they_are_gathered():

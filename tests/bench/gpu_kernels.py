@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import kernel_checks
 import torch
-from kernel_timing import DEVICE, Adam, Copy, Norm, say
+from kernel_timing import DEVICE, Adam, Copy, Norm, Sum, say
 
 from zplan.cuda_ops import compiler
 
@@ -57,6 +57,11 @@ def main() -> None:
         say(
             f"  7B block's gradients, bf16 to fp32, {verb}: ours {c.ours(add=add):.3f}, torch {c.torch(add=add):.3f} ms"
         )
+    for ranks in (2, 8):
+        s = Sum(ranks)
+        say(f"  7B block's slice of 1 / {ranks}, sums over ranks of bf16, with norm / without:")
+        for name, fn in (("ours", s.ours), ("torch", s.torch)):
+            say(f"     {name} {fn(norm=True):.3f} / {fn(norm=False):.3f} ms")
     say(f"{bad} bad, {time.perf_counter() - start:.0f} s")
     sys.exit(bad)
 

@@ -6,7 +6,7 @@ python tests/bench/gpu_tune.py
 from __future__ import annotations
 
 import torch
-from kernel_timing import Adam, Copy, Norm, millis, say
+from kernel_timing import Adam, Copy, Norm, Sum, millis, say
 
 from zplan.cuda_ops import compiler
 
@@ -60,7 +60,23 @@ def copy() -> None:
         say(f"  copy {short(setting)}: write {write:.3f} ms, add {add:.3f}")
 
 
+def sums() -> None:
+    s = Sum(2)
+    for b, u, chunk, stream in (
+        (256, 4, 8192, 1),
+        (256, 2, 8192, 1),
+        (512, 2, 8192, 1),
+        (128, 4, 8192, 1),
+        (256, 4, 4096, 1),
+        (256, 4, 8192, 0),
+    ):
+        setting = {"BLOCK": b, "UNROLL": u, "CHUNK": chunk, "STREAM": stream}
+        with_norm, without = s.ours(norm=True, **setting), s.ours(norm=False, **setting)
+        say(f"  sums {short(setting)}: with norm {with_norm:.3f} ms, without {without:.3f}")
+
+
 if __name__ == "__main__":
     adamw()
     norm()
     copy()
+    sums()

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from zplan.cuda_ops.adamw import FusedAdamW, Slice, table_words
-from zplan.cuda_ops.grads import UnitGrads
+from zplan.cuda_ops.grads import GradPlaces
 from zplan.cuda_ops.norm import GradNorm, norm_words
 
 DEVICE = torch.device("cuda", 0)
@@ -95,12 +95,39 @@ class Copy:
         self.into = [self.target[a:b] for a, b in self.spans]
 
     def ours(self, *, add: bool, **defines: int) -> float:
-        op = UnitGrads(self.spans, defines=defines)
-        return millis(lambda: op.copy(self.grads, self.target, 0, add=add), 20)
+        grads = GradPlaces(self.spans, defines=defines).of(self.grads)
+        return millis(lambda: grads.copy(self.target, 0, add=add), 20)
 
     def torch(self, *, add: bool) -> float:
         verb = torch.Tensor.add_ if add else torch.Tensor.copy_
         return millis(lambda: [verb(t, g) for t, g in zip(self.into, self.grads, strict=True)], 20)
+
+
+class Sum:
+    """One rank's slice of a 7B block's gradients, summed with what the other ranks sent, all in bf16."""
+
+    def __init__(self, ranks: int) -> None:
+        c = Copy()
+        self.spans, self.grads, self.ranks = c.spans, c.grads, ranks
+        numel = c.target.numel() // ranks
+        self.target, self.others = c.target[:numel], torch.randn(ranks - 1, numel, device=DEVICE).bfloat16()
+        self.flat = torch.cat([g.view(-1) for g in self.grads])[:numel]
+        self.norm = GradNorm(torch.empty(norm_words(1), dtype=torch.int64, device=DEVICE), 1)
+        self.out = torch.zeros((), device=DEVICE)
+
+    def ours(self, *, norm: bool, **defines: int) -> float:
+        grads, row = GradPlaces(self.spans, defines=defines).of(self.grads), (self.norm, 0) if norm else None
+        return millis(lambda: grads.sum(self.others, 0, self.target, 0, add=False, norm=row), 20)
+
+    def torch(self, *, norm: bool) -> float:
+        def run() -> None:
+            self.target.copy_(self.flat)
+            for other in self.others:
+                self.target.add_(other)
+            if norm:
+                torch.linalg.vector_norm(self.target, out=self.out)
+
+        return millis(run, 20)
 
 
 class Norm:
