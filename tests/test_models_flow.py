@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from zplan.planner.errors import ZplanError
+from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.initialize import initialize
+from zplan.runtime.optimizer import ShardedOptimizer
+from zplan.runtime.streams import Streams
+from zplan.runtime.unit import FlatUnit
 
 WIDTH, LAYERS, HERE = 24, 5, "test_models_flow"
 
@@ -138,6 +143,39 @@ def half_used(model: nn.Module, backward: m.Backward, step: int, rank: int, k: i
 @pytest.mark.parametrize("recipe", ["twice", "dropped"])
 def test_layers_called_twice_out_of_order_or_skipped(run_ranks, recipe, how):
     check(run_ranks, {str(s): ("", how, s, f"{HERE}:{recipe}") for s in ((1, 3) if how == "none" else (3,))})
+
+
+def train_with_events(rank: int, world_size: int, cases: dict[str, tuple[Any, ...]]) -> list[int]:
+    """Train as on a device, where a gather leaves an event; how many gathers were open as their units were updated."""
+    left = []
+    update, let_read = ShardedOptimizer.update, Gatherer.let_read
+
+    def reading(self: Gatherer, units: Sequence[FlatUnit]) -> None:
+        left.append(sum(u.gathered is not None for u in units))
+        let_read(self, units)
+
+    def updating(self: ShardedOptimizer, units: Sequence[FlatUnit]) -> None:
+        assert all(u.gathered is None for u in units)
+        update(self, units)
+
+    with pytest.MonkeyPatch.context() as p:
+        p.setattr(Streams, "mark", lambda self: object())
+        p.setattr(Streams, "wait", lambda self, event: None)
+        p.setattr(Gatherer, "let_read", reading)
+        p.setattr(ShardedOptimizer, "update", updating)
+        m.train_each(rank, world_size, cases)
+    return left
+
+
+@pytest.mark.gloo
+def test_an_update_waits_for_gathers_of_layers_that_did_not_run(run_ranks):
+    """Other ranks may still read what it overwrites."""
+    cases = {}
+    for stage, on in ((1, False), (3, False), (2, True)):
+        how = {**m.config(stage, optimizer_in_backward=on), "gradient_clipping": 0.0}
+        cases[f"{stage}, {on}"] = (f"{HERE}:Net", ("loss", "none"), how, 3, f"{HERE}:dropped")
+    for left in run_ranks(2, train_with_events, cases):
+        assert sum(left) > 0
 
 
 @pytest.mark.gloo

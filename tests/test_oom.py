@@ -17,6 +17,7 @@ REFUSED = (
     [
         (RuntimeError(REFUSED), True),
         (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
         (MemoryError(), True),
         (RuntimeError("shapes do not match"), False),
         (ValueError(REFUSED), False),
