@@ -40,9 +40,9 @@ def main() -> None:
     board = Board(folder, rank)
     board.step = 3
     board.enter("backward.head")
-    while len(list(folder.glob("pid*"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)  # no rank ends before another has begun
     try:
+        while len(list(folder.glob("pid*"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)  # no rank ends before another has begun
         act(what, rank, folder)
     except BaseException as error:
         board.fail(error)
