@@ -245,9 +245,17 @@ def _tuned(model: Model, request: Request) -> Model:
     return adapted_model(model, request.tuning)
 
 
-def open_search(request: Request, *, remainder: bool) -> Search:
-    """The model and the machine of a request."""
-    model = _tuned(model_from(request.model, request.params, offline=request.offline), request)
+def open_search(request: Request, *, remainder: bool, like: Search | None = None) -> Search:
+    """The model and the machine of a request.
+
+    Parameters
+    ----------
+    remainder
+        As in `Evaluation`.
+    like
+        A search of the same model and adapters: what does not depend on the machine is shared with it.
+    """
+    model = like.model if like else _tuned(model_from(request.model, request.params, offline=request.offline), request)
     request = _with_ring(request, model)
     hardware = hardware_from(
         gpus=request.gpus,
@@ -258,7 +266,7 @@ def open_search(request: Request, *, remainder: bool) -> Search:
         nvme_bytes=request.nvme_bytes,
         device=request.get("device") or "cuda",
     )
-    return Search(model, hardware, request, remainder=remainder)
+    return Search(model, hardware, request, remainder=remainder, foldings=like.foldings if like else {})
 
 
 def _notes(search: Search) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from zplan.planner.errors import ZplanError, did_you_mean
@@ -175,8 +176,8 @@ def _largest_model(request: Request, open_: Open) -> Extreme:
     return Extreme("params", search.model.num_params, row, _machine(search), note)
 
 
-def fewest(request: Request, open_: Open, accept: Callable[[Search], Row | None]) -> tuple[Search, Row] | None:
-    """The smallest number of GPUs at which `accept` gives a row, up to `MOST_GPUS`.
+def fewest(request: Request, open_: Open, holds: Callable[[Search], bool]) -> Search | None:
+    """The smallest number of GPUs, up to `MOST_GPUS`, at which `holds` says so of the search.
 
     Beyond one node in whole nodes. With a global batch only numbers that divide it count.
     """
@@ -188,28 +189,22 @@ def fewest(request: Request, open_: Open, accept: Callable[[Search], Row | None]
         unit = (request.get("micro_batch") or 1) * (request.get("accumulation") or 1)
         counts = [n for n in counts if train % (n // group * unit) == 0]
 
-    def at(negative: int) -> tuple[Search, Row] | None:
+    @cache
+    def at(negative: int) -> Search:
         gpus = -negative
         nodes = request.nodes if request.nodes > 1 else -(-gpus // PER_NODE)
-        search = open_(replace(request, gpus=gpus, nodes=nodes))
-        row = accept(search)
-        return None if row is None else (search, row)
+        return open_(replace(request, gpus=gpus, nodes=nodes))
 
     # `last_good` takes rising need: the most GPUs first.
-    return last_good([-n for n in reversed(counts)], at, lambda found: found is not None) if counts else None
+    return last_good([-n for n in reversed(counts)], at, holds) if counts else None
 
 
 def _fewest(request: Request, open_: Open) -> Extreme:
-    def accept(search: Search) -> Row | None:
-        row = _picked(search)
-        return row if row.fits else None
-
-    found = fewest(request, open_, accept)
-    if found is None:
+    search = fewest(request, open_, Search.anything_fits)
+    if search is None:
         name = request.model or format_count(request.params or 0)
         return Extreme("gpus", None, None, f"{name} on up to {MOST_GPUS:,} of these GPUs")
-    search, row = found
-    return Extreme("gpus", search.hardware.world_size, row, _machine(search))
+    return Extreme("gpus", search.hardware.world_size, _picked(search), _machine(search))
 
 
 def _smallest(request: Request, open_: Open) -> Extreme:

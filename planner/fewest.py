@@ -9,6 +9,7 @@ from typing import Any
 from zplan.planner.config import Offload
 from zplan.planner.evaluation import Row
 from zplan.planner.extremes import MOST_GPUS, Open, fewest
+from zplan.planner.hardware import hardware_from
 from zplan.planner.request import Request, Tuning
 from zplan.planner.search import Search
 
@@ -32,18 +33,25 @@ class Way:
     ----------
     change
         What is asked for in this way, from what was asked.
+    holds
+        Whether a machine does it.
     accept
-        The row with which a machine does it, or None.
+        The row with which it does, or None.
     """
 
     name: str
     change: Callable[[Request], Request]
+    holds: Callable[[Search], bool]
     accept: Callable[[Search], Row | None]
 
 
 def _fully(search: Search) -> Row | None:
     row = search.pick(search.rows())
     return row if row.fits else None
+
+
+def _can_offload(search: Search) -> bool:
+    return _offloaded(search) is not None
 
 
 def _offloaded(search: Search) -> Row | None:
@@ -67,9 +75,9 @@ def _with_adapters(request: Request) -> Request:
 LORA_RANK = 16
 
 WAYS = (
-    Way("fully", lambda r: r, _fully),
-    Way("offloaded", lambda r: r, _offloaded),
-    Way("LoRA", _with_adapters, _fully),
+    Way("fully", lambda r: r, Search.anything_fits, _fully),
+    Way("offloaded", lambda r: r, _can_offload, _offloaded),
+    Way("LoRA", _with_adapters, Search.anything_fits, _fully),
 )
 
 
@@ -103,8 +111,8 @@ class Fewest:
         rows = []
         for gpu in COMMON:
             mine = {c.way: c for c in self.counts if c.gpu == gpu}
-            capacity = next((c.row.capacity_bytes for c in mine.values() if c.row), None)
-            rows.append([gpu, format_gib(capacity) if capacity else "", *(_cell(mine[w.name]) for w in WAYS)])
+            capacity = hardware_from(gpus=1, gpu=gpu).mem_bytes
+            rows.append([gpu, format_gib(capacity), *(_cell(mine[w.name]) for w in WAYS)])
         out += table(["GPU", "GiB", *(w.name for w in WAYS)], rows, "lr" + "l" * len(WAYS))
         return "\n".join([*out, *_LEGEND]) + "\n"
 
@@ -124,7 +132,7 @@ _LEGEND = (
     "  fully: every parameter trained, all states on the GPUs; in brackets stage and checkpointing",
     "  offloaded: the same with optimizer states, or all, in host memory, however much that takes; estimate only",
     f"  LoRA: adapters of rank {LORA_RANK} on queries and values, the rest frozen; estimate only",
-    "  Beyond 8 GPUs in whole nodes of 8. Name a machine (--gpus 8 --gpu H100) for the whole answer.",
+    "  Beyond 8 GPUs in whole nodes of 8. Name a machine (--gpus 8 --gpu H200) for the whole answer.",
 )
 
 
@@ -142,10 +150,9 @@ def fewest_of_each(request: Request, open_: Open) -> Fewest:
     search: Search | None = None
     for gpu in COMMON:
         for way in WAYS:
-            found = fewest(way.change(replace(request, gpu=gpu, mem_bytes=None)), open_, way.accept)
-            search = search or (found[0] if found else None)
-            counts.append(
-                Count(gpu, way.name, found[0].hardware.world_size if found else None, found[1] if found else None)
-            )
+            found = fewest(way.change(replace(request, gpu=gpu, mem_bytes=None)), open_, way.holds)
+            search = search or found
+            gpus, row = (found.hardware.world_size, way.accept(found)) if found else (None, None)
+            counts.append(Count(gpu, way.name, gpus, row))
     search = search or open_(replace(request, gpu=COMMON[-1], gpus=1))
     return Fewest(search, tuple(counts))

@@ -10,6 +10,7 @@ from zplan.planner.batch import Batch
 from zplan.planner.config import Choice, Offload
 from zplan.planner.errors import ZplanError
 from zplan.planner.evaluation import Row
+from zplan.planner.placement import single_gradients
 from zplan.planner.runnable import limits
 from zplan.planner.search import TIE, Search
 from zplan.planner.step_time import StepTime
@@ -152,11 +153,11 @@ def front(search: Search, most: int) -> Front:
     rejected: list[Rejected] = []
     spec = search.model.spec
     for choices in ways(search, search.batches(search.ranks)):
-        for choice in choices:
+        for choice in _worth_a_look(search, choices):
             row = search.row(choice)
             if not row.fits:
                 rejected.append(Rejected(row, short_by(row)))
-                break
+                continue
             time = search.time(choice)
             if time is None:
                 raise ZplanError(
@@ -167,6 +168,20 @@ def front(search: Search, most: int) -> Front:
             fitting.append(Run(row, time, only))
     runs = pareto(fitting)
     return Front(search, runs, tuple(rejected), len(fitting) - len(runs), most)
+
+
+def _worth_a_look(search: Search, choices: Sequence[Choice]) -> Iterator[Choice]:
+    """Choices by rising micro-batch up to the first that does not fit, since no larger one would.
+
+    Except the last: one rank that need not accumulate keeps no fp32 gradients. See [Note: single gradients] in
+    `planner/placement.py`.
+    """
+    for i, choice in enumerate(choices):
+        yield choice
+        if not search.row(choice).fits:
+            if i + 1 < len(choices) and single_gradients(choices[-1]) and search.row(choices[-1]).fits:
+                yield choices[-1]
+            return
 
 
 def pareto(runs: Sequence[Run]) -> tuple[Run, ...]:

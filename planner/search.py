@@ -117,6 +117,14 @@ class Search(Evaluation):
         early = () if self.pick(found).fits else self._in_backward(batches)
         return early if early and self.pick(early).fits else found
 
+    def anything_fits(self) -> bool:
+        """Whether the row to run fits; the leanest stage is looked at first, so this is quicker than to pick it."""
+        batches, asked = self.batches(self.ranks), self.request.get("stage")
+        stages = self.stages if asked is None else (asked,)
+        if any(self.candidates(stage, batches) for stage in reversed(stages)):
+            return True
+        return self.pick(self.rows()).fits
+
     def _in_backward(self, batches: Sequence[Batch]) -> tuple[Row, ...]:
         """The rows with the optimizer in backward; none where that was decided already or something forbids it."""
         fixed, clip = self.request.fixed, self.request.settings.get("clip", DEFAULT_CLIP)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.evaluation import Row
-from zplan.planner.extremes import Open
+from zplan.planner.extremes import PER_NODE, Open
+from zplan.planner.peer_rules import check_request
 from zplan.planner.request import Request
 from zplan.planner.search import Search
 from zplan.planner.step_time import StepTime
@@ -133,7 +134,7 @@ def _range(name: str, span: str) -> tuple[int, ...]:
 
 def _usual(name: str, search: Search) -> tuple[int, ...]:
     if name == "stage":
-        return (0, 1, 2, 3)
+        return search.stages
     first, last = {"seq": (512, min(search.seq_limit, LONGEST)), "micro-batch": (1, 32), "gpus": (1, 256)}[name]
     return _range(name, f"{min(first, last)}:{last}")
 
@@ -143,26 +144,43 @@ def sweep(request: Request, open_: Open, text: str) -> Sweep:
     search = open_(request)
     axes = read_axes(text, search)
     for axis in axes:
-        if axis.name != "gpus" and request.get(axis.name.replace("-", "_")) is not None:
-            raise ZplanError(f"--sweep {axis.name} changes what --{axis.name} gives", f"drop --{axis.name}")
-    where = f"{search.model.spec.name} on {search.hardware.told()}"
-    return Sweep(axes, tuple(_points(request, open_, search, axes)), where)
+        name = axis.name.replace("-", "_")
+        given = request.gpus if axis.name == "gpus" else request.get(name)
+        if given is not None:
+            by = request.fixed_by.get(name, f"--{axis.name}")
+            raise ZplanError(f"--sweep {axis.name} changes what {by} gives", f"drop {by}")
+    machine = search.hardware.told()
+    if any(axis.name == "gpus" for axis in axes):
+        machine = f"{search.hardware.gpu or 'GPUs'}, {format_gib(search.hardware.mem_bytes)} GiB each"
+    where = f"{search.model.spec.name} on {machine}"
+    return Sweep(axes, _points(request, open_, search, axes), where)
 
 
-def _points(request: Request, open_: Open, search: Search, axes: tuple[Axis, ...]) -> Iterator[Point]:
+def _points(request: Request, open_: Open, search: Search, axes: tuple[Axis, ...]) -> tuple[Point, ...]:
+    """One point each. What forbids every point has nothing to do with the axes, and is raised."""
+    refused: list[ZplanError] = []
+    points = []
     for at in product(*(a.values for a in axes)):
-        here = search
         try:
-            for axis, value in zip(axes, at, strict=True):
-                if axis.name == "gpus":
-                    nodes = request.nodes if request.nodes > 1 else -(-value // 8)
-                    here = open_(replace(request, gpus=value, nodes=nodes))
-            for axis, value in zip(axes, at, strict=True):
-                if axis.name != "gpus":
-                    here = here.at(axis.name.replace("-", "_"), value)
-            row = here.pick(here.rows())
-        except ZplanError:
+            row, time = _best(request, open_, search, dict(zip((a.name for a in axes), at, strict=True)))
+            points.append(Point(at, row, time))
+        except ZplanError as e:
             # A batch that does not split over these GPUs, or nodes that they do not fill.
-            yield Point(at, None, None)
-            continue
-        yield Point(at, row, here.time(row.choice))
+            refused.append(e)
+            points.append(Point(at, None, None))
+    if len(refused) == len(points):
+        raise refused[0]
+    return tuple(points)
+
+
+def _best(request: Request, open_: Open, search: Search, at: Mapping[str, int]) -> tuple[Row, StepTime | None]:
+    """The best row at one point, and its step time where one is told."""
+    if "gpus" in at:
+        nodes = request.nodes if request.nodes > 1 else -(-at["gpus"] // PER_NODE)
+        search = open_(replace(request, gpus=at["gpus"], nodes=nodes))
+    for name, value in at.items():
+        if name != "gpus":
+            search = search.at(name.replace("-", "_"), value)
+    check_request(search.request.fixed)
+    row = search.pick(search.rows())
+    return row, search.time(row.choice)

@@ -70,8 +70,10 @@ def card_of(row: Row) -> str:
 
 
 def short_by(row: Row) -> str:
-    """By how much, when and because of which line a row does not fit."""
-    return f"{gib(-row.spare_bytes)} over in phase `{row.peak_phase}`, where the most is {largest_line(row)}"
+    """By how much, when and because of which line a row does not fit: on the card, else beside it."""
+    if row.spare_bytes < 0:
+        return f"{gib(-row.spare_bytes)} over in phase `{row.peak_phase}`, where the most is {largest_line(row)}"
+    return f"{over_by(row)} on a node, where the most is {_most_beside(row)}"
 
 
 def over_by(row: Row) -> str:
@@ -91,13 +93,18 @@ def _beside_the_card(row: Row) -> str:
     need, over, what = (
         (off.host_bytes, off.host_over, "host memory") if host else (off.nvme_bytes, off.nvme_over, "NVMe")
     )
-    lines = [x for x in row.ledger.lines if x.tier in (("host", "pinned") if host else ("nvme",))]
-    most = max(lines, key=lambda x: x.total_bytes)
     ranks = "one rank takes" if off.ranks == 1 else f"the {off.ranks} ranks of a node take"
     return (
         f"Does not fit: {name_of(row)} fits on the card, but {ranks} {gib(need * off.ranks)} of {what}, "
-        f"{gib(over * off.ranks)} more than there is; the most is `{most.id}`, {gib(most.total_bytes)} a rank."
+        f"{gib(over * off.ranks)} more than there is; the most is {_most_beside(row)}."
     )
+
+
+def _most_beside(row: Row) -> str:
+    """The line that holds most of the memory beside the card that is too small."""
+    tiers = ("host", "pinned") if row.off_device.host_over else ("nvme",)
+    most = max((x for x in row.ledger.lines if x.tier in tiers), key=lambda x: x.total_bytes)
+    return f"`{most.id}`, {gib(most.total_bytes)} a rank"
 
 
 def judge_tiers(row: Row, uses: Sequence[TierUse]) -> Verdict | None:
@@ -259,6 +266,8 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
     yield from _link_reasons(search, c)
     if prefers_eager(search.model.arch):
         yield "attention", "its class refuses or masks torch's fused attention"
+    elif search.no_shared_heads({"device": c.device, "precision": c.precision}):
+        yield "attention", f"{search.hardware.gpu} has no fused attention whose heads share keys and values"
     if search.model.assumed:
         yield "seq", "the default; an assumed shape has no limit"
     elif search.model.arch.family in IMAGES:

@@ -55,6 +55,23 @@ def test_every_way_is_on_the_front_or_rejected_with_phase_and_line():
         assert all(search.row(replace(r.row.choice, micro_batch=d, accumulation=8 // d)).fits for d in smaller)
 
 
+def test_one_rank_that_need_not_accumulate_is_looked_at_after_smaller_batches_that_do_not_fit():
+    search = opened(params="6.2e9", gpus=1, gpu="H100 NVL 94GB", global_batch=4)
+    picked, found = search.pick(search.rows()), front(search, 10)
+    assert picked.fits and picked.choice.accumulation == 1
+    assert not search.row(replace(picked.choice, micro_batch=2, accumulation=2)).fits
+    assert any(run.row.choice.accumulation == 1 and not run.estimate_only for run in found.runs)
+    assert {(r.row.choice.stage, r.row.choice.micro_batch) for r in found.rejected} == {(s, 1) for s in range(4)}
+
+
+def test_what_host_memory_is_too_small_for_is_rejected_for_that():
+    found = front(opened(model="llama-2-7b", gpus=4, gpu="RTX 4090", host_mem=16, global_batch=8), 10)
+    host = [r for r in found.rejected if r.row.spare_bytes >= 0]
+    assert host and not found.runs
+    reason = r"[\d.]+ GiB of host memory over on a node, where the most is `[a-z_.]+`, [\d.]+ GiB a rank"
+    assert all(re.fullmatch(reason, r.reason) for r in host)
+
+
 def test_top_in_text_and_json(run):
     args = ["estimate", "--model", "llama-2-7b", "--gpus", 8, "--gpu", "RTX 4090", "--global-batch", 64, "--top", 2]
     code, out, _ = run(*args)
@@ -139,14 +156,26 @@ def test_no_machine_at_all(run, monkeypatch):
         assert cell["row"]["fits"] and cell["row"]["world_size"] == cell["gpus"]
 
 
+def test_no_machine_and_a_model_of_latent_attention_or_one_that_no_number_of_a_card_trains(run, monkeypatch):
+    monkeypatch.setattr("zplan.planner.hardware.local_gpus", list)
+    code, out, _ = run("estimate", "--model", "deepseek-v2-lite")
+    assert code == 0 and re.search(r"^  H200 SXM 141GB +140.40  \d+ .*  \d+ .*  \d+ ", out, flags=re.M)
+    code, out, _ = run("estimate", "--model", "llama-3.1-405b", "--min", "gpus")
+    assert code == 0 and re.search(r"^  RTX 4090 +23.99 +more than 4,096 +more than 4,096 +more than", out, flags=re.M)
+    named = re.search(r"--gpu (\w+)\)", out).group(1)
+    assert find_gpu(named)
+
+
 @pytest.mark.parametrize("gpu", ["RTX 4090", "H100 SXM 80GB"])
 def test_the_fewest_is_the_first_that_fits(gpu):
     request = make_request({"model": "llama-2-13b", "gpu": gpu})
     for way in WAYS:
-        search, row = fewest(way.change(request), lambda r: open_search(r, remainder=True), way.accept)
-        n = search.hardware.world_size
+        search = fewest(way.change(request), lambda r: open_search(r, remainder=True), way.holds)
+        n, row = search.hardware.world_size, way.accept(search)
+        assert way.holds(search)
         assert row.fits and row.capacity_bytes == find_gpu(gpu)[0].mem_bytes
-        assert n == 1 or way.accept(less(way, gpu, n - 1 if n <= 8 else n - 8)) is None
+        fewer = None if n == 1 else less(way, gpu, n - 1 if n <= 8 else n - 8)
+        assert fewer is None or (way.accept(fewer) is None and not way.holds(fewer))
 
 
 def less(way, gpu, gpus):
@@ -177,15 +206,35 @@ def test_a_sweep_of_two():
 
 
 def test_a_sweep_of_one(run):
-    args = ["estimate", "--model", "llama-3.2-1b", "--gpu", "H200", "--gpus", 8, "--global-batch", 48]
+    args = ["estimate", "--model", "llama-3.2-1b", "--gpu", "H200", "--global-batch", 48]
     code, out, _ = run(*args, "--sweep", "gpus=1:64")
     assert code == 0
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["1", "2", "4", "8", "16", "32", "64"]
     assert lines[-1].endswith("does not go together") and "yes" in lines[-4]
-    found = json.loads(run(*args, "--sweep", "stage", "--json")[1])
+    found = json.loads(run(*args, "--gpus", 8, "--sweep", "stage", "--json")[1])
     assert [p["at"] for p in found["points"]] == [{"stage": s} for s in range(4)]
     assert all(p["row"]["stage"] == p["at"]["stage"] and p["time"]["step_s"] > 0 for p in found["points"])
+
+
+def test_a_sweep_over_the_stages_that_a_runtime_has(run):
+    args = ["estimate", "--model", "llama-3.2-1b", "--gpus", 2, "--mem", 24, "--runtime", "fsdp2"]
+    found = json.loads(run(*args, "--sweep", "stage", "--json")[1])
+    assert [(p["at"]["stage"], p["row"]["stage"]) for p in found["points"]] == [(2, 2), (3, 3)]
+    found = json.loads(run(*args, "--sweep", "stage=1:3,micro-batch=1:2", "--json")[1])
+    assert [p["row"] is None for p in found["points"]] == [True, True, False, False, False, False]
+    # What no point of the table can be asked is an error.
+    code, _, err = run(*args, "--sweep", "stage=0:1")
+    assert code == 2 and "`--stage 0`: FSDP2 has stage 2 or 3" in err
+    args = ["estimate", "--model", "qwen3-8b", "--gpus", 4, "--mem", 80, "--precision", "fp32"]
+    code, _, err = run(*args, "--sweep", "seq")
+    assert code == 2 and "32 heads on 8 key-value heads in fp32 have no fused attention" in err
+
+
+def test_a_sweep_over_gpus_names_the_card_and_no_number(run):
+    args = ["estimate", "--model", "llama-3.2-1b", "--gpu", "RTX 4090", "--sweep", "gpus=1:2"]
+    assert run(*args)[1].splitlines()[0] == "llama-3.2-1b on RTX 4090, 23.99 GiB each"
+    assert "--sweep gpus changes what --gpus gives" in run(*args, "--gpus", 2)[2]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +262,9 @@ def test_questions_that_are_refused(asked, message):
 def test_what_is_fixed_is_not_swept():
     with pytest.raises(ZplanError, match="--sweep seq changes what --seq gives"):
         ask(make_request({"params": "1e9", "gpus": 8, "mem": 24, "seq": 512}), {"sweep": "seq"})
+    offloaded = {"params": "1e9", "gpus": 8, "mem": 24, "offload": "cpu", "offload_params": "cpu"}
+    with pytest.raises(ZplanError, match="--sweep stage changes what --offload-params gives"):
+        ask(make_request(offloaded), {"sweep": "stage"})
     with pytest.raises(ZplanError, match="--max seq looks for what --seq gives"):
         ask(make_request({"params": "1e9", "gpus": 8, "mem": 24, "seq": 512}), {"max": "seq"})
 
