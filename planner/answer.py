@@ -189,15 +189,12 @@ def _remedies(search: Search, row: Row, uses: tuple[TierUse, ...]) -> tuple[Reme
 
 def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
     untimed = next((r for r in rows if search.time(r.choice) is None), None)
-    if untimed is not None:
-        if search.request.goal.asked:
-            raise ZplanError(
-                f"no hours can be told: {search.why_untimed(untimed.choice)}",
-                "name a card of `zplan gpus` with --gpu, and use --precision bf16 and --runtime zplan",
-            )
+    if untimed is not None and not search.request.goal.asked:
         return ()
-    from zplan.planner.timing import timings
+    from zplan.planner.timing import cost_of, timings
 
+    if untimed is not None:
+        cost_of(search, untimed.choice)
     return timings(search, rows)
 
 

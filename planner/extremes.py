@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from zplan.planner.cost import Cost
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.evaluation import Row
 from zplan.planner.halving import largest_multiple, last_good
@@ -39,6 +40,8 @@ class Extreme:
     where: str
     """The model or the machine, in words."""
     note: str = ""
+    cost: Cost | None = None
+    """Of the training that was asked for."""
 
     @property
     def fits(self) -> bool:
@@ -59,12 +62,15 @@ class Extreme:
         how = f"stage {c.stage}, checkpointing {c.checkpointing}, micro-batch {c.micro_batch} x {c.accumulation}"
         peak = f"{format_gib(self.row.peak_bytes)} GiB, at most {format_gib(self.row.high_bytes)}"
         note = f"\n  {self.note}" if self.note else ""
+        if self.cost is not None:
+            note += f"\n  {self.cost.told()}"
         line = words[self.what].format(shown)
         card = format_gib(self.row.capacity_bytes)
         return f"{line}\n  {self.where}: {how}, sequence {c.seq:,}\n  peak {peak} of {card}{note}\n"
 
     def json(self) -> dict[str, Any]:
         from zplan.planner.answer_json import row_json
+        from zplan.planner.timing import cost_json
 
         name = {"mem": "mem_bytes"}.get(self.what, self.what.replace("-", "_"))
         return {
@@ -73,6 +79,7 @@ class Extreme:
             "where": self.where,
             "note": self.note,
             "row": None if self.row is None else row_json(self.row),
+            **({} if self.cost is None else {"cost": cost_json(self.cost)}),
         }
 
 
@@ -109,6 +116,12 @@ def _picked(search: Search) -> Row:
     return search.pick(search.rows())
 
 
+def _found(what: str, value: int, row: Row, search: Search, note: str = "") -> Extreme:
+    from zplan.planner.timing import cost_of
+
+    return Extreme(what, value, row, _machine(search), note, cost_of(search, row.choice))
+
+
 def _machine(search: Search) -> str:
     return f"{search.model.spec.name} on {search.hardware.told()}"
 
@@ -133,7 +146,7 @@ def _longest(request: Request, open_: Open) -> Extreme:
     note = "an assumed shape has no limit of its own" if search.model.assumed else f"the model is made for {limit:,}"
     if not seq:
         return Extreme("seq", None, None, _machine(search), f"Not even {min(SEQ_STEP, limit)} tokens do; {_WITHOUT}")
-    return Extreme("seq", seq, row, _machine(search), note)
+    return _found("seq", seq, row, search.at("seq", seq), note)
 
 
 _WITHOUT = "without --max the same options tell by how much, and what would"
@@ -155,7 +168,7 @@ def _largest_batch(request: Request, open_: Open) -> Extreme:
     micro = largest_multiple(lambda m: _spare(at(m)), 1, below=MOST_MICRO, near=8)
     if not micro:
         return Extreme("micro-batch", None, None, _machine(search), f"Not even 1 sequence does; {_WITHOUT}")
-    return Extreme("micro-batch", micro, at(micro), _machine(search))
+    return _found("micro-batch", micro, at(micro), search)
 
 
 def _largest_model(request: Request, open_: Open) -> Extreme:
@@ -173,7 +186,7 @@ def _largest_model(request: Request, open_: Open) -> Extreme:
     if found is None:
         return Extreme("params", None, None, f"not even {format_count(counts[0])} parameters", note)
     search, row = found
-    return Extreme("params", search.model.num_params, row, _machine(search), note)
+    return _found("params", search.model.num_params, row, search, note)
 
 
 def fewest(request: Request, open_: Open, holds: Callable[[Search], bool]) -> Search | None:
@@ -204,7 +217,7 @@ def _fewest(request: Request, open_: Open) -> Extreme:
     if search is None:
         name = request.model or format_count(request.params or 0)
         return Extreme("gpus", None, None, f"{name} on up to {MOST_GPUS:,} of these GPUs")
-    return Extreme("gpus", search.hardware.world_size, _picked(search), _machine(search))
+    return _found("gpus", search.hardware.world_size, _picked(search), search)
 
 
 def _smallest(request: Request, open_: Open) -> Extreme:
@@ -229,7 +242,7 @@ def _smallest(request: Request, open_: Open) -> Extreme:
     need = -(-row.high_bytes // GIB)
     same = [g.name for g in cards if g.mem_bytes == search.hardware.mem_bytes]
     note = f"{need} GiB would do; cards of this size: {', '.join(same)}"
-    return Extreme("mem", search.hardware.mem_bytes, row, _machine(search), note)
+    return _found("mem", search.hardware.mem_bytes, row, search, note)
 
 
 def hardware_given(request: Request) -> bool:

@@ -9,10 +9,8 @@ import pytest
 from zplan.planner.answer import open_search
 from zplan.planner.batch import Batch
 from zplan.planner.errors import ZplanError
-from zplan.planner.extremes import fewest
-from zplan.planner.fewest import COMMON, WAYS
 from zplan.planner.front import front, ways
-from zplan.planner.hardware import find_gpu, read_gpus
+from zplan.planner.hardware import read_gpus
 from zplan.planner.questions import ask, reply_json
 from zplan.planner.remedies import remedies
 from zplan.planner.request import make_request
@@ -143,46 +141,6 @@ def test_the_smallest_card():
     assert not nothing.fits and "short" in nothing.text() and nothing.json()["mem_bytes"] is None
 
 
-def test_no_machine_at_all(run, monkeypatch):
-    monkeypatch.setattr("zplan.planner.hardware.local_gpus", list)
-    code, out, err = run("estimate", "--model", "llama-3.2-1b")
-    assert (code, err) == (0, "")
-    rows = re.findall(rf"^  ({'|'.join(COMMON)}) +[\d.]+  (\d+) .*", out, flags=re.M)
-    assert [r[0] for r in rows] == list(COMMON)
-    assert run("estimate", "--model", "llama-3.2-1b", "--min", "gpus")[1] == out
-    found = json.loads(run("estimate", "--model", "llama-3.2-1b", "--json")[1])
-    assert len(found["fewest"]) == len(COMMON) * len(WAYS)
-    for cell in found["fewest"]:
-        assert cell["row"]["fits"] and cell["row"]["world_size"] == cell["gpus"]
-
-
-def test_no_machine_and_a_model_of_latent_attention_or_one_that_no_number_of_a_card_trains(run, monkeypatch):
-    monkeypatch.setattr("zplan.planner.hardware.local_gpus", list)
-    code, out, _ = run("estimate", "--model", "deepseek-v2-lite")
-    assert code == 0 and re.search(r"^  H200 SXM 141GB +140.40  \d+ .*  \d+ .*  \d+ ", out, flags=re.M)
-    code, out, _ = run("estimate", "--model", "llama-3.1-405b", "--min", "gpus")
-    assert code == 0 and re.search(r"^  RTX 4090 +23.99 +more than 4,096 +more than 4,096 +more than", out, flags=re.M)
-    named = re.search(r"--gpu (\w+)\)", out).group(1)
-    assert find_gpu(named)
-
-
-@pytest.mark.parametrize("gpu", ["RTX 4090", "H100 SXM 80GB"])
-def test_the_fewest_is_the_first_that_fits(gpu):
-    request = make_request({"model": "llama-2-13b", "gpu": gpu})
-    for way in WAYS:
-        search = fewest(way.change(request), lambda r: open_search(r, remainder=True), way.holds)
-        n, row = search.hardware.world_size, way.accept(search)
-        assert way.holds(search)
-        assert row.fits and row.capacity_bytes == find_gpu(gpu)[0].mem_bytes
-        fewer = None if n == 1 else less(way, gpu, n - 1 if n <= 8 else n - 8)
-        assert fewer is None or (way.accept(fewer) is None and not way.holds(fewer))
-
-
-def less(way, gpu, gpus):
-    request = way.change(make_request({"model": "llama-2-13b", "gpu": gpu, "gpus": gpus}))
-    return open_search(request, remainder=True)
-
-
 @pytest.mark.parametrize(("what", "least"), [("seq", "Not even 128 tokens do"), ("micro-batch", "Not even 1 sequence")])
 def test_nothing_that_fits_has_a_way_on(run, what, least):
     args = ("estimate", "--model", "llama-3-8b", "--gpus", "1", "--mem", "24", "--max", what)
@@ -306,3 +264,30 @@ def test_a_choice_with_another_offload_is_what_a_request_would_give():
     plain, asked = opened(**MACHINE), opened(**MACHINE, offload="cpu")
     batch = Batch(1, 8, 8)
     assert plain.choice(2, batch, "full", offload=Offload("cpu")) == asked.choice(2, batch, "full")
+
+
+HOURS = ["estimate", "--model", "llama-3.2-1b", "--gpus", 8, "--global-batch", 16, "--tokens", "1e9", "--price", "2.5"]
+
+
+@pytest.mark.parametrize("asked", [["--top", 9], ["--sweep", "seq=512:1024"], ["--max", "seq"], ["--min", "mem"]])
+def test_every_answer_has_hours_and_cost(run, asked):
+    args = [*HOURS, *(["--gpu", "H200"] if asked[0] != "--min" else []), *asked]
+    code, out, err = run(*args)
+    assert code == 0 and err == ""
+    document = json.loads(run(*args, "--json")[1])
+    if "row" in document:
+        found, (hours, gpu_hours, price) = document["cost"], re.findall(r"[\d,.]*\d", out.splitlines()[-1])
+    else:
+        rows = document.get("runs") or document["points"]
+        found, first = rows[0]["time"], out.splitlines()[2].removesuffix("estimate only").removesuffix("yes").split()
+        hours, gpu_hours, price = first[-3:]
+        assert all(r["time"]["steps"] == -(-(10**9) // (16 * (r.get("seq") or r["at"]["seq"]))) for r in rows)
+    assert found["gpu_hours"] == pytest.approx(8 * found["hours"]) and found["price"] == 2.5 * found["gpu_hours"]
+    shown = (f"{found['hours']:,.1f}", f"{found['gpu_hours']:,.0f}", f"{found['price']:,.0f}")
+    assert (hours, gpu_hours, price) == shown
+
+
+@pytest.mark.parametrize("asked", [["--sweep", "seq"], ["--max", "seq"], ["--top", 3]])
+def test_hours_are_refused_where_no_card_is_named(run, asked):
+    code, out, err = run(*HOURS, "--mem", 80, *asked)
+    assert code == 2 and out == "" and "no card is named (--gpu)" in err
