@@ -100,8 +100,9 @@ def extreme(request: Request, open_: Open, *, end: str, what: str) -> Extreme:
         raise ZplanError(f"`--{end} {what}` is unknown", did_you_mean(what, known) or f"use one of {', '.join(known)}")
     name = what.replace("-", "_")
     given = request.get(name) if end == "max" else {"gpus": request.gpus, "mem": request.mem_bytes}[what]
-    if given is not None or (what == "params" and request.model is not None):
-        other = "--model" if what == "params" else f"--{what}"
+    sized = what == "params" and (request.model or request.params)
+    if given is not None or sized:
+        other = "--model" if what == "params" and request.model else f"--{what}"
         raise ZplanError(f"--{end} {what} looks for what {other} gives", f"drop {other}, or --{end} {what}")
     return {
         "seq": _longest,

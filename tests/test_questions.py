@@ -218,6 +218,8 @@ def test_questions_that_are_refused(asked, message):
 
 
 def test_what_is_fixed_is_not_swept():
+    with pytest.raises(ZplanError, match="--max params looks for what --params gives"):
+        ask(make_request({"params": "1e9", "gpus": 8, "mem": 24}), {"max": "params"})
     with pytest.raises(ZplanError, match="--sweep seq changes what --seq gives"):
         ask(make_request({"params": "1e9", "gpus": 8, "mem": 24, "seq": 512}), {"sweep": "seq"})
     offloaded = {"params": "1e9", "gpus": 8, "mem": 24, "offload": "cpu", "offload_params": "cpu"}
