@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from zplan.planner.batch import nearest_multiples
 from zplan.planner.cost import Cost
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.evaluation import Row
@@ -200,8 +201,16 @@ def fewest(request: Request, open_: Open, holds: Callable[[Search], bool]) -> Se
     counts = [n for n in (*range(1, PER_NODE), *range(PER_NODE, MOST_GPUS + 1, PER_NODE)) if n % step == n % group == 0]
     train = request.get("global_batch")
     if train is not None:
-        unit = (request.get("micro_batch") or 1) * (request.get("accumulation") or 1)
+        micro, accumulation = request.get("micro_batch"), request.get("accumulation")
+        unit = (micro or 1) * (accumulation or 1)
         counts = [n for n in counts if train % (n // group * unit) == 0]
+        if micro and accumulation:
+            counts = [n for n in counts if n // group * unit == train]
+        if not counts:
+            raise ZplanError(
+                f"no number of GPUs makes {train} sequences a step of {unit} on each",
+                f"use --global-batch {nearest_multiples(train, unit)}",
+            )
 
     @cache
     def at(negative: int) -> Search:

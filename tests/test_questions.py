@@ -127,6 +127,14 @@ def test_the_fewest_gpus(batch):
     assert fits == counts[counts.index(fits[0]) :]
 
 
+def test_the_fewest_gpus_of_a_batch_that_is_fixed_in_all_three():
+    asked = {"model": "llama-2-7b", "gpu": "A100 SXM 80GB", "global_batch": 64, "micro_batch": 4}
+    assert ask(make_request({**asked, "accumulation": 2}), {"min": "gpus"}).value == 8
+    with pytest.raises(ZplanError, match="no number of GPUs makes 64 sequences a step of 12 on each") as caught:
+        ask(make_request({**asked, "accumulation": 3}), {"min": "gpus"})
+    assert caught.value.hint == "use --global-batch 60 or 72"
+
+
 def test_the_smallest_card():
     found = ask(make_request({"params": "7e9", "gpus": 8}), {"min": "mem"})
     cards = {g.name: g.mem_bytes for g in read_gpus() if g.vendor == "NVIDIA" and g.mem_reported}
