@@ -46,6 +46,11 @@ NOT_COUNTED = (
 )
 """What no row holds. Every table says so."""
 
+OTHERS_FRAGMENTS = (
+    "fragmentation beyond the line `alloc.rounding`: it is least with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+"""Instead of the first of these for a runtime that zplan does not launch."""
+
 WIDENED = (
     "2 bytes a parameter until the step after a second backward, `engine.penalty` or a write to gradients: one GPU "
     "without accumulation keeps them in bf16"
@@ -108,10 +113,13 @@ class Estimate:
     @property
     def not_counted(self) -> tuple[str, ...]:
         """What no row holds."""
+        told = NOT_COUNTED
+        if self.row.choice.runtime != "zplan":
+            told = (OTHERS_FRAGMENTS, *told[1:])
         if self.counted:
-            return (*NOT_COUNTED, *([WIDENED] if single_gradients(self.row.choice) else []))
+            return (*told, *([WIDENED] if single_gradients(self.row.choice) else []))
         kind = self.model.arch.family
-        return (f"activations: model_type `{kind}` has no op list yet, so these are states and buffers", *NOT_COUNTED)
+        return (f"activations: model_type `{kind}` has no op list yet, so these are states and buffers", *told)
 
     @property
     def peak_bytes(self) -> int:

@@ -281,6 +281,12 @@ def test_the_usual_code_on_a_cpu(monkeypatch, checkpointing, batch):
             assert peak - states <= expected[phase] <= (peak - states) * (1 + 2 / seq), (phase, expected[phase])
 
 
+def test_what_is_not_counted_speaks_of_no_launcher_of_ours():
+    told = {r: zplan.estimate("llama-3.2-1b", gpus=2, mem=80, runtime=r).not_counted for r in ("zplan", "deepspeed")}
+    assert "the launcher sets expandable segments" in told["zplan"][0]
+    assert "PYTORCH_CUDA_ALLOC_CONF" in told["deepspeed"][0] and told["zplan"][1:] == told["deepspeed"][1:]
+
+
 RULES = [
     ({"runtime": "zplan", "tp": 2}, "`--tp 2`", "deepspeed"),
     ({"hpz": 2}, "`--hpz 2`", "deepspeed"),
