@@ -216,6 +216,8 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
         from zplan.planner.class_limits import check_class
 
         check_class(arch, choice)
+    if choice.attention == "sdpa" and choice.device == "cuda" and not choice.flash and arch.shares_keys:
+        _refuse_shared_keys(arch, choice)
     multiple = {2: 8, 4: 4}[choice.itemsize]
     if choice.device == "cuda" and choice.attention == "sdpa" and (arch.head_dim % multiple or arch.head_dim > 256):
         raise ZplanError(
@@ -225,13 +227,24 @@ def _architecture(spec: ModelSpec, choice: Choice) -> Architecture:
     return arch
 
 
+def _refuse_shared_keys(arch: Architecture, choice: Choice) -> None:
+    if choice.precision == "fp32":
+        return  # `class_limits.py` for classes; zplan's decoder spreads them in fp32.
+    raise ZplanError(
+        f"--attention sdpa: {arch.heads} heads on {arch.kv_heads} key-value heads need flash attention, which cards "
+        "before compute capability 8.0 do not have",
+        "use --attention eager",
+    )
+
+
 def evaluation_peaks(spec: ModelSpec, choice: Choice) -> dict[str, int]:
     """Peak bytes of each phase of a forward under `torch.no_grad`, inputs and loss included.
 
     Blocks are all alike there, since nothing is kept for a backward: `forward.blocks.1` stands for those in between.
     """
     arch = _architecture(spec, choice)
-    table, small = table_of(choice.device, choice.cudnn_width), small_shape(arch, choice, None)
+    table = table_of(choice.device, choice.cudnn_width, flash=choice.flash)
+    small = small_shape(arch, choice, None)
     tape = Tape(in_place_accumulation=table.in_place_accumulation, gradients=False)
     make = step_tape(arch)
     recipe = recipe_of(choice)._replace(checkpointing="none")

@@ -26,9 +26,10 @@ CONSTANT_BLOCK = 256
 TABLES = 16 * 4 + 256 * 4 + 4
 """Bytes beside each quantized tensor: the values of nf4, those of its 8-bit constants, and their mean."""
 
-_QUERY = ("q", "q_proj", "query", "W_pack", "qkv", "qkv_proj", "query_key_value", "wqkv")
-_VALUE = ("v", "v_proj", "value")
-_FUSED = _QUERY[3:]
+_FUSED = ("W_pack", "qkv", "qkv_proj", "query_key_value", "wqkv")
+_QUERY = ("q", "q_proj", "query", *_FUSED, "q_b_proj")
+_VALUE = ("v", "v_proj", "value", *_FUSED, "kv_b_proj")
+"""Latent attention projects queries, and keys and values together, out of what its `a` projections compress."""
 _ATTENTION = ("attn", "attention")
 _RUNNABLE_ATTENTION = ("q", "k", "v", "o", "qkv")
 _ROUTERS = ("mlp.gate", "mlp.router", "router")
@@ -89,7 +90,7 @@ def find_targets(spec: ModelSpec, words: str) -> tuple[str, ...]:
     wanted = [word.strip() for word in words.split(",") if word.strip()]
     out: set[str] = set()
     for word in wanted:
-        known = {"q": _QUERY, "v": (*_VALUE, *_FUSED)}.get(word, (word,))
+        known = {"q": _QUERY, "v": _VALUE}.get(word, (word,))
         found = {m for m in modules if m.rpartition(".")[2] in known or m == word}
         if not found:
             names = tuple(dict.fromkeys(m.rpartition(".")[2] for m in modules))

@@ -46,6 +46,11 @@ NOT_COUNTED = (
 )
 """What no row holds. Every table says so."""
 
+OTHERS_FRAGMENTS = (
+    "fragmentation beyond the line `alloc.rounding`: it is least with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+"""Instead of the first of these for a runtime that zplan does not launch."""
+
 WIDENED = (
     "2 bytes a parameter until the step after a second backward, `engine.penalty` or a write to gradients: one GPU "
     "without accumulation keeps them in bf16"
@@ -108,10 +113,13 @@ class Estimate:
     @property
     def not_counted(self) -> tuple[str, ...]:
         """What no row holds."""
+        told = NOT_COUNTED
+        if self.row.choice.runtime != "zplan":
+            told = (OTHERS_FRAGMENTS, *told[1:])
         if self.counted:
-            return (*NOT_COUNTED, *([WIDENED] if single_gradients(self.row.choice) else []))
+            return (*told, *([WIDENED] if single_gradients(self.row.choice) else []))
         kind = self.model.arch.family
-        return (f"activations: model_type `{kind}` has no op list yet, so these are states and buffers", *NOT_COUNTED)
+        return (f"activations: model_type `{kind}` has no op list yet, so these are states and buffers", *told)
 
     @property
     def peak_bytes(self) -> int:
@@ -189,15 +197,12 @@ def _remedies(search: Search, row: Row, uses: tuple[TierUse, ...]) -> tuple[Reme
 
 def _timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
     untimed = next((r for r in rows if search.time(r.choice) is None), None)
-    if untimed is not None:
-        if search.request.goal.asked:
-            raise ZplanError(
-                f"no hours can be told: {search.why_untimed(untimed.choice)}",
-                "name a card of `zplan gpus` with --gpu, and use --precision bf16 and --runtime zplan",
-            )
+    if untimed is not None and not search.request.goal.asked:
         return ()
-    from zplan.planner.timing import timings
+    from zplan.planner.timing import cost_of, timings
 
+    if untimed is not None:
+        cost_of(search, untimed.choice)
     return timings(search, rows)
 
 
@@ -245,9 +250,17 @@ def _tuned(model: Model, request: Request) -> Model:
     return adapted_model(model, request.tuning)
 
 
-def open_search(request: Request, *, remainder: bool) -> Search:
-    """The model and the machine of a request."""
-    model = _tuned(model_from(request.model, request.params, offline=request.offline), request)
+def open_search(request: Request, *, remainder: bool, like: Search | None = None) -> Search:
+    """The model and the machine of a request.
+
+    Parameters
+    ----------
+    remainder
+        As in `Evaluation`.
+    like
+        A search of the same model and adapters: what does not depend on the machine is shared with it.
+    """
+    model = like.model if like else _tuned(model_from(request.model, request.params, offline=request.offline), request)
     request = _with_ring(request, model)
     hardware = hardware_from(
         gpus=request.gpus,
@@ -258,7 +271,7 @@ def open_search(request: Request, *, remainder: bool) -> Search:
         nvme_bytes=request.nvme_bytes,
         device=request.get("device") or "cuda",
     )
-    return Search(model, hardware, request, remainder=remainder)
+    return Search(model, hardware, request, remainder=remainder, foldings=like.foldings if like else {})
 
 
 def _notes(search: Search) -> tuple[str, ...]:

@@ -97,9 +97,10 @@ CUDNN_REST = 256
 """Bytes of cuDNN's workspace in attention's backward beside its sums (measured: torch 2.11 with cuDNN of CUDA 13)."""
 
 
-def table_of(device: Device, cudnn_width: int) -> DeviceTable:
-    """A device's table for a choice's `cudnn_width`."""
-    return DEVICES[device]._replace(cudnn_width=cudnn_width)
+def table_of(device: Device, cudnn_width: int, *, flash: bool) -> DeviceTable:
+    """A device's table for a choice's `cudnn_width` and `flash`."""
+    table = DEVICES[device]._replace(cudnn_width=cudnn_width)
+    return table if flash or device == "cpu" else table._replace(attention=dict.fromkeys(table.attention, "efficient"))
 
 
 def takes_cudnn(widest: int, width: int, value_width: int) -> bool:

@@ -54,8 +54,7 @@ def check_class(arch: Architecture, choice: Choice) -> None:
             "which is not counted yet",
             f"use --seq {window - 1} or less, or --attention eager",
         )
-    grouped = arch.kv_heads < arch.heads and arch.family not in REMOTE  # Their code spreads keys and values itself.
-    if fused and choice.device == "cuda" and choice.precision == "fp32" and grouped:
+    if fused and choice.device == "cuda" and choice.precision == "fp32" and arch.shares_keys:
         raise ZplanError(
             f"{arch.heads} heads on {arch.kv_heads} key-value heads in fp32 have no fused attention in torch, "
             f"so the activations of model_type `{arch.family}` are not counted",

@@ -122,6 +122,9 @@ class Choice:
     cudnn_width: int = 0
     """Widest heads whose fused attention torch gives to cuDNN, where a model leaves the kernel to torch: a fact of the
     card (`Hardware.cudnn_width`)."""
+    flash: bool = True
+    """Whether fused attention in 16 bits may be flash attention, and not the memory-efficient kernel: a fact of the
+    card (`Hardware.flash`)."""
     kernels: Kernels = "torch"
     """`fused`: norms, gates and rotary embeddings of the built-in decoder by kernels of zplan's own."""
     checkpoint_every: int = 1

@@ -55,6 +55,11 @@ class Cost(NamedTuple):
     gpu_hours: float
     price: float | None
 
+    def told(self) -> str:
+        """In words: `66.4 hours, 531 GPU hours, cost 1,328`."""
+        price = "" if self.price is None else f", cost {self.price:,.0f}"
+        return f"{self.hours:,.1f} hours, {self.gpu_hours:,.0f} GPU hours{price}"
+
 
 def cost(goal: Goal, time: StepTime, *, seq: int, world_size: int) -> Cost | None:
     """Cost of a goal; None where none was asked.

@@ -34,6 +34,12 @@ def optimizer_type(name: str) -> str:
     return kind.deepspeed or ("AdamW" if kind.runnable else kind.name)
 
 
+def in_deepspeed(name: str) -> bool:
+    """Whether DeepSpeed or torch has an optimizer of the table, by the type that is written for it."""
+    kind = KINDS[name]
+    return bool(kind.deepspeed) or kind.runnable
+
+
 def _only_counted(title: str) -> str | None:
     """The kind that a type in lower case means, where zplan counts its bytes and can't run it."""
     found = (k.name for k in KINDS.values() if not k.runnable and title in (k.name, k.deepspeed.lower()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from zplan.planner.dsoptimizer import in_deepspeed
 from zplan.planner.emit_scripts import fsdp2_script, slurm_script
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.runnable import limits
@@ -50,6 +51,8 @@ def emit(plan: Plan, form: str) -> tuple[str, tuple[str, ...]]:
         raise ZplanError(
             f"`--format {form}` writes AdamW, and the plan is for {other}", "use --format zplan or deepspeed"
         )
+    if form == "deepspeed" and not in_deepspeed(other):
+        raise ZplanError(f"`--format deepspeed`: DeepSpeed and torch have no optimizer `{other}`", "use --format zplan")
     if form not in _WRITERS:
         near = did_you_mean(form, FORMATS) or f"use one of {', '.join(FORMATS)}"
         raise ZplanError(f"there is no format `{form}`", near)

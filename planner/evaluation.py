@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.batch import Batch
@@ -77,8 +77,8 @@ class Row:
 
     @property
     def roomy(self) -> bool:
-        """Whether a tenth of the card stays free."""
-        return self.spare_bytes * MARGIN >= self.capacity_bytes
+        """Whether it fits, and a tenth of the card stays free."""
+        return self.fits and self.spare_bytes * MARGIN >= self.capacity_bytes
 
 
 @dataclass
@@ -130,15 +130,16 @@ class Evaluation:
             *("device", "compile", "optimizer_in_backward", "reduce", "transport", "saving", "offload", *TRAINING),
         )
         fixed = {name: self.request.get(name) for name in wanted if self.request.get(name) is not None}
-        if prefers_eager(self.model.arch):
-            fixed.setdefault("attention", "eager")
         if not self.hardware.bf16:
             fixed.setdefault("precision", "fp16")
+        if prefers_eager(self.model.arch) or self.no_shared_heads(fixed):
+            fixed.setdefault("attention", "eager")
         own = fixed.get("runtime", "zplan") == "zplan"
         if own and self.hardware.nodes > 1:
             fixed.setdefault("reduce", "exchange" if fixed.get("deterministic") else "scatter")
         elif own and self.hardware.nvlink and self.hardware.world_size > 1 and self.request.get("device") != "cpu":
             fixed.setdefault("transport", "copies")
+        fixed["flash"] = self.hardware.flash
         fixed["cudnn_width"] = self._cudnn_width(deterministic=bool(fixed.get("deterministic")))
         if offload is not None:
             fixed["offload"] = offload
@@ -165,6 +166,11 @@ class Evaluation:
 
             check_in_backward(choice, clip=self.request.settings.get("clip", DEFAULT_CLIP))
         return choice
+
+    def no_shared_heads(self, fixed: Mapping[str, Any]) -> bool:
+        """Whether no kernel of the card shares keys and values among heads, as the model does: none but flash does."""
+        on_card = fixed.get("device", "cuda") == "cuda" and not self.hardware.flash
+        return on_card and fixed.get("precision") != "fp32" and self.model.arch.shares_keys
 
     def _cudnn_width(self, *, deterministic: bool) -> int:
         """Of a choice: zplan's own decoders say which kernel they take, and cuDNN's is not deterministic."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+from zplan.planner.batch import nearest_multiples
+from zplan.planner.cost import Cost
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.evaluation import Row
 from zplan.planner.halving import largest_multiple, last_good
@@ -38,6 +41,8 @@ class Extreme:
     where: str
     """The model or the machine, in words."""
     note: str = ""
+    cost: Cost | None = None
+    """Of the training that was asked for."""
 
     @property
     def fits(self) -> bool:
@@ -58,12 +63,15 @@ class Extreme:
         how = f"stage {c.stage}, checkpointing {c.checkpointing}, micro-batch {c.micro_batch} x {c.accumulation}"
         peak = f"{format_gib(self.row.peak_bytes)} GiB, at most {format_gib(self.row.high_bytes)}"
         note = f"\n  {self.note}" if self.note else ""
+        if self.cost is not None:
+            note += f"\n  {self.cost.told()}"
         line = words[self.what].format(shown)
         card = format_gib(self.row.capacity_bytes)
         return f"{line}\n  {self.where}: {how}, sequence {c.seq:,}\n  peak {peak} of {card}{note}\n"
 
     def json(self) -> dict[str, Any]:
         from zplan.planner.answer_json import row_json
+        from zplan.planner.timing import cost_json
 
         name = {"mem": "mem_bytes"}.get(self.what, self.what.replace("-", "_"))
         return {
@@ -72,6 +80,7 @@ class Extreme:
             "where": self.where,
             "note": self.note,
             "row": None if self.row is None else row_json(self.row),
+            **({} if self.cost is None else {"cost": cost_json(self.cost)}),
         }
 
 
@@ -92,8 +101,9 @@ def extreme(request: Request, open_: Open, *, end: str, what: str) -> Extreme:
         raise ZplanError(f"`--{end} {what}` is unknown", did_you_mean(what, known) or f"use one of {', '.join(known)}")
     name = what.replace("-", "_")
     given = request.get(name) if end == "max" else {"gpus": request.gpus, "mem": request.mem_bytes}[what]
-    if given is not None or (what == "params" and request.model is not None):
-        other = "--model" if what == "params" else f"--{what}"
+    sized = what == "params" and (request.model or request.params)
+    if given is not None or sized:
+        other = "--model" if what == "params" and request.model else f"--{what}"
         raise ZplanError(f"--{end} {what} looks for what {other} gives", f"drop {other}, or --{end} {what}")
     return {
         "seq": _longest,
@@ -106,6 +116,12 @@ def extreme(request: Request, open_: Open, *, end: str, what: str) -> Extreme:
 
 def _picked(search: Search) -> Row:
     return search.pick(search.rows())
+
+
+def _found(what: str, value: int, row: Row, search: Search, note: str = "") -> Extreme:
+    from zplan.planner.timing import cost_of
+
+    return Extreme(what, value, row, _machine(search), note, cost_of(search, row.choice))
 
 
 def _machine(search: Search) -> str:
@@ -132,7 +148,7 @@ def _longest(request: Request, open_: Open) -> Extreme:
     note = "an assumed shape has no limit of its own" if search.model.assumed else f"the model is made for {limit:,}"
     if not seq:
         return Extreme("seq", None, None, _machine(search), f"Not even {min(SEQ_STEP, limit)} tokens do; {_WITHOUT}")
-    return Extreme("seq", seq, row, _machine(search), note)
+    return _found("seq", seq, row, search.at("seq", seq), note)
 
 
 _WITHOUT = "without --max the same options tell by how much, and what would"
@@ -154,7 +170,7 @@ def _largest_batch(request: Request, open_: Open) -> Extreme:
     micro = largest_multiple(lambda m: _spare(at(m)), 1, below=MOST_MICRO, near=8)
     if not micro:
         return Extreme("micro-batch", None, None, _machine(search), f"Not even 1 sequence does; {_WITHOUT}")
-    return Extreme("micro-batch", micro, at(micro), _machine(search))
+    return _found("micro-batch", micro, at(micro), search)
 
 
 def _largest_model(request: Request, open_: Open) -> Extreme:
@@ -172,11 +188,11 @@ def _largest_model(request: Request, open_: Open) -> Extreme:
     if found is None:
         return Extreme("params", None, None, f"not even {format_count(counts[0])} parameters", note)
     search, row = found
-    return Extreme("params", search.model.num_params, row, _machine(search), note)
+    return _found("params", search.model.num_params, row, search, note)
 
 
-def fewest(request: Request, open_: Open, accept: Callable[[Search], Row | None]) -> tuple[Search, Row] | None:
-    """The smallest number of GPUs at which `accept` gives a row, up to `MOST_GPUS`.
+def fewest(request: Request, open_: Open, holds: Callable[[Search], bool]) -> Search | None:
+    """The smallest number of GPUs, up to `MOST_GPUS`, at which `holds` says so of the search.
 
     Beyond one node in whole nodes. With a global batch only numbers that divide it count.
     """
@@ -185,31 +201,33 @@ def fewest(request: Request, open_: Open, accept: Callable[[Search], Row | None]
     counts = [n for n in (*range(1, PER_NODE), *range(PER_NODE, MOST_GPUS + 1, PER_NODE)) if n % step == n % group == 0]
     train = request.get("global_batch")
     if train is not None:
-        unit = (request.get("micro_batch") or 1) * (request.get("accumulation") or 1)
+        micro, accumulation = request.get("micro_batch"), request.get("accumulation")
+        unit = (micro or 1) * (accumulation or 1)
         counts = [n for n in counts if train % (n // group * unit) == 0]
+        if micro and accumulation:
+            counts = [n for n in counts if n // group * unit == train]
+        if not counts:
+            raise ZplanError(
+                f"no number of GPUs makes {train} sequences a step of {unit} on each",
+                f"use --global-batch {nearest_multiples(train, unit)}",
+            )
 
-    def at(negative: int) -> tuple[Search, Row] | None:
+    @cache
+    def at(negative: int) -> Search:
         gpus = -negative
         nodes = request.nodes if request.nodes > 1 else -(-gpus // PER_NODE)
-        search = open_(replace(request, gpus=gpus, nodes=nodes))
-        row = accept(search)
-        return None if row is None else (search, row)
+        return open_(replace(request, gpus=gpus, nodes=nodes))
 
     # `last_good` takes rising need: the most GPUs first.
-    return last_good([-n for n in reversed(counts)], at, lambda found: found is not None) if counts else None
+    return last_good([-n for n in reversed(counts)], at, holds) if counts else None
 
 
 def _fewest(request: Request, open_: Open) -> Extreme:
-    def accept(search: Search) -> Row | None:
-        row = _picked(search)
-        return row if row.fits else None
-
-    found = fewest(request, open_, accept)
-    if found is None:
+    search = fewest(request, open_, Search.anything_fits)
+    if search is None:
         name = request.model or format_count(request.params or 0)
         return Extreme("gpus", None, None, f"{name} on up to {MOST_GPUS:,} of these GPUs")
-    search, row = found
-    return Extreme("gpus", search.hardware.world_size, row, _machine(search))
+    return _found("gpus", search.hardware.world_size, _picked(search), search)
 
 
 def _smallest(request: Request, open_: Open) -> Extreme:
@@ -234,7 +252,7 @@ def _smallest(request: Request, open_: Open) -> Extreme:
     need = -(-row.high_bytes // GIB)
     same = [g.name for g in cards if g.mem_bytes == search.hardware.mem_bytes]
     note = f"{need} GiB would do; cards of this size: {', '.join(same)}"
-    return Extreme("mem", search.hardware.mem_bytes, row, _machine(search), note)
+    return _found("mem", search.hardware.mem_bytes, row, search, note)
 
 
 def hardware_given(request: Request) -> bool:

@@ -162,6 +162,7 @@ class Recipe(NamedTuple):
     kernels: Kernels = "torch"
     padded: bool = False
     cudnn_width: int = 0
+    flash: bool = True
 
 
 class StepTape(ABC):

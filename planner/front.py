@@ -8,12 +8,14 @@ from typing import Any
 
 from zplan.planner.batch import Batch
 from zplan.planner.config import Choice, Offload
+from zplan.planner.cost import Cost
 from zplan.planner.errors import ZplanError
 from zplan.planner.evaluation import Row
+from zplan.planner.placement import single_gradients
 from zplan.planner.runnable import limits
 from zplan.planner.search import TIE, Search
 from zplan.planner.step_time import StepTime
-from zplan.planner.timing import told
+from zplan.planner.timing import cost_cells, cost_head, cost_of, told
 from zplan.planner.units import format_gib
 from zplan.planner.verdict import short_by
 
@@ -26,6 +28,8 @@ class Run:
     time: StepTime
     estimate_only: bool
     """Counted, but zplan's runtime can't do it."""
+    cost: Cost | None = None
+    """Of the training that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ class Front:
         else:
             shown = self.runs[: self.most]
             out = [f"{spec.name} on {hardware.told()}: the fastest ways that fit, each smaller than all above it"]
-            out += table(_HEAD, [_cells(i, run) for i, run in enumerate(shown, 1)], "rllllrrrrrl")
+            costs = cost_head(self.search.request.goal)
+            cells = [_cells(i, run) for i, run in enumerate(shown, 1)]
+            out += table([*_HEAD, *costs, ""], cells, "rllllrrrrr" + "r" * len(costs) + "l")
             left = len(self.runs) - len(shown)
             out += [f"  {left} more: --top {len(self.runs)} shows them"] if left else []
             out += [f"  {self.beaten} others fit too, but one above is as fast and smaller"] if self.beaten else []
@@ -82,7 +88,7 @@ class Front:
 
     def json(self) -> dict[str, Any]:
         from zplan.planner.answer_json import row_json
-        from zplan.planner.timing import time_json
+        from zplan.planner.timing import cost_json, time_json
 
         return {
             "fits": self.fits,
@@ -91,7 +97,7 @@ class Front:
                     **row_json(r.row),
                     "offload": r.row.choice.offload.told(),
                     "estimate_only": r.estimate_only,
-                    "time": time_json(r.time),
+                    "time": {**time_json(r.time), **cost_json(r.cost)},
                 }
                 for r in self.runs[: self.most]
             ],
@@ -102,7 +108,7 @@ class Front:
         }
 
 
-_HEAD = ["", "stage", "checkpt", "offload", "batch", "peak GiB", "at most", "step s", "tokens/s", "MFU", ""]
+_HEAD = ["", "stage", "checkpt", "offload", "batch", "peak GiB", "at most", "step s", "tokens/s", "MFU"]
 
 
 def _way(c: Choice) -> list[str]:
@@ -120,6 +126,7 @@ def _cells(place: int, run: Run) -> list[str]:
         told(time.total),
         f"{time.tokens_per_second:,.0f}",
         f"{100 * time.mfu:.1f} %",
+        *cost_cells(run.cost),
         "estimate only" if run.estimate_only else "",
     ]
 
@@ -152,11 +159,11 @@ def front(search: Search, most: int) -> Front:
     rejected: list[Rejected] = []
     spec = search.model.spec
     for choices in ways(search, search.batches(search.ranks)):
-        for choice in choices:
+        for choice in _worth_a_look(search, choices):
             row = search.row(choice)
             if not row.fits:
                 rejected.append(Rejected(row, short_by(row)))
-                break
+                continue
             time = search.time(choice)
             if time is None:
                 raise ZplanError(
@@ -164,9 +171,23 @@ def front(search: Search, most: int) -> Front:
                     "name a card of `zplan gpus` with --gpu, and use --precision bf16",
                 )
             only = bool(limits(choice, spec))
-            fitting.append(Run(row, time, only))
+            fitting.append(Run(row, time, only, cost_of(search, choice)))
     runs = pareto(fitting)
     return Front(search, runs, tuple(rejected), len(fitting) - len(runs), most)
+
+
+def _worth_a_look(search: Search, choices: Sequence[Choice]) -> Iterator[Choice]:
+    """Choices by rising micro-batch up to the first that does not fit, since no larger one would.
+
+    Except the last: one rank that need not accumulate keeps no fp32 gradients. See [Note: single gradients] in
+    `planner/placement.py`.
+    """
+    for i, choice in enumerate(choices):
+        yield choice
+        if not search.row(choice).fits:
+            if i + 1 < len(choices) and single_gradients(choices[-1]) and search.row(choices[-1]).fits:
+                yield choices[-1]
+            return
 
 
 def pareto(runs: Sequence[Run]) -> tuple[Run, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from typing import NamedTuple
 
 from zplan.planner.errors import ZplanError, did_you_mean
@@ -62,6 +63,11 @@ class Hardware(NamedTuple):
         return not self.compute_capability[:1].isdigit() or float(self.compute_capability) >= 8
 
     @property
+    def flash(self) -> bool:
+        """Whether torch's flash attention runs on them: from Ampere on too (torch 2.11, `sdp_utils.cpp`)."""
+        return self.bf16
+
+    @property
     def cudnn_width(self) -> int:
         """Widest heads for which torch tries cuDNN's fused attention before its own, 0 where it does not.
 
@@ -82,10 +88,15 @@ class Hardware(NamedTuple):
 
 def read_gpus() -> list[Gpu]:
     """The GPU table."""
+    return list(_gpu_table())
+
+
+@cache
+def _gpu_table() -> tuple[Gpu, ...]:
     import csv
 
     with open(os.path.join(DATA, "gpus.csv"), encoding="utf-8", newline="") as f:
-        return [
+        return tuple(
             Gpu(
                 name=row["name"],
                 vendor=row["vendor"],
@@ -100,7 +111,7 @@ def read_gpus() -> list[Gpu]:
                 pcie_gb_s=_number(row["pcie_gb_s"]),
             )
             for row in csv.DictReader(f)
-        ]
+        )
 
 
 def _number(cell: str) -> float | None:

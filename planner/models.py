@@ -94,6 +94,11 @@ class Architecture:
         return self.family in RUNNABLE
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether fused attention is given fewer heads of keys than of queries. Remote code spreads them itself."""
+        return self.kv_heads < self.heads and self.family not in REMOTE
+
+    @property
     def value_dim(self) -> int:
         """Width of a head's values, which is that of its queries and keys but in latent attention."""
         return self.trait("values") // self.heads or self.head_dim
@@ -217,15 +222,15 @@ def _llama_units(a: Architecture) -> tuple[Unit, ...]:
 
 
 def _gpt2_units(a: Architecture) -> tuple[Unit, ...]:
-    h = a.hidden
+    h, width = a.hidden, a.heads * a.head_dim  # A tensor rank has a part of the heads.
     blocks = (
         _block(
             i,
             ("norm1.weight", (h,)),
             ("norm1.bias", (h,)),
-            ("qkv.weight", (3 * h, h)),
-            ("qkv.bias", (3 * h,)),
-            ("o.weight", (h, h)),
+            ("qkv.weight", (3 * width, h)),
+            ("qkv.bias", (3 * width,)),
+            ("o.weight", (h, width)),
             ("o.bias", (h,)),
             ("norm2.weight", (h,)),
             ("norm2.bias", (h,)),

@@ -47,6 +47,10 @@ class Setup:
     checkpointing: Checkpointing = "none"
     attention: Attention = "sdpa"
     chunked_loss: bool = False
+    flash: bool = True
+    """Whether the card has flash attention (`Hardware.flash`)."""
+    cudnn_width: int = 0
+    """Widest heads that the card's fused attention by cuDNN takes (`Hardware.cudnn_width`)."""
 
     def edited(self, edits: Mapping[tuple[str, ...], Any]) -> Setup:
         """The same with other values in the config; a value of None deletes a key."""
@@ -96,6 +100,8 @@ class Setup:
             precision="fp32" if self.view.itemsize == 4 else "fp16" if self.view.enabled("fp16") else "bf16",
             checkpointing=self.checkpointing,
             attention=self.attention,
+            flash=self.flash,
+            cudnn_width=0 if self.spec.arch is None or self.spec.arch.runnable else self.cudnn_width,
         )
 
 

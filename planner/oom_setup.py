@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from zplan.planner.activations import prefers_eager
-from zplan.planner.config import Attention, Checkpointing
+from zplan.planner.config import ITEMSIZE, Attention, Checkpointing
 from zplan.planner.errors import ZplanError, did_you_mean
+from zplan.planner.hardware import Hardware, hardware_from
 from zplan.planner.lint import Subject, deepspeed_view
 from zplan.planner.lint_launch import is_accelerate
 from zplan.planner.need import Setup
@@ -27,7 +28,7 @@ def make_setup(document: Document, source: str, subject: Subject, given: Mapping
     Parameters
     ----------
     given
-        Options of `zplan check`: model, params, seq, checkpointing, attention.
+        Options of `zplan check`: model, params, seq, checkpointing, attention, gpu.
     """
     if is_accelerate(document.value):
         raise ZplanError(f"`{source}` is accelerate's", "give the DeepSpeed config that it makes or names, with --oom")
@@ -43,11 +44,16 @@ def make_setup(document: Document, source: str, subject: Subject, given: Mapping
 
     params = given.get("params")
     model = model_from(given.get("model"), None if params is None else parse_count(params, "--params"))
-    attention: Attention = given.get("attention") or ("eager" if prefers_eager(model.arch) else "sdpa")
+    view = deepspeed_view(document, subject)
+    card = hardware_from(gpus=1, gpu=given["gpu"]) if given.get("gpu") else Hardware(1, 1, 0)
+    unshared = not card.flash and view.itemsize != ITEMSIZE["fp32"] and model.arch.shares_keys
+    attention: Attention = given.get("attention") or ("eager" if prefers_eager(model.arch) or unshared else "sdpa")
     return Setup(
-        view=deepspeed_view(document, subject),
+        view=view,
         spec=model.spec,
         seq=subject.seq or default_seq(model.arch),
         checkpointing=given.get("checkpointing") or "none",
         attention=attention,
+        flash=card.flash,
+        cudnn_width=card.cudnn_width,
     )

@@ -10,6 +10,7 @@ from typing import Any
 from zplan.planner.config import Choice
 from zplan.planner.dsblocks import EXTRAS
 from zplan.planner.dsconfig import TrainingConfig
+from zplan.planner.dsoptimizer import in_deepspeed
 from zplan.planner.dswriting import to_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
@@ -151,7 +152,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, ...]:
     Returns
     -------
     tuple
-        The two paths; one for a runtime that reads no such config.
+        The two paths; one for a runtime that reads no such config, or an optimizer that DeepSpeed does not have.
 
     Raises
     ------
@@ -163,7 +164,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, ...]:
     beside = os.path.join(os.path.dirname(name), "ds_config.json" if stem == "plan" else f"{stem}.ds_config.json")
     if name.endswith("ds_config.json"):
         raise ZplanError("`ds_config.json` is the name of the DeepSpeed config beside the plan", "use -o plan.json")
-    if plan.choice.runtime in ("fsdp2", "ddp"):
+    if plan.choice.runtime in ("fsdp2", "ddp") or not in_deepspeed(plan.choice.optimizer):
         write_files({name: plan.to_json()})
         return (name,)
     if os.path.exists(beside) and not _is_ours(name, beside):

@@ -54,7 +54,7 @@ def parse_plan(document: Mapping[str, Any], source: str) -> Plan:
             raise ZplanError(f"{where} has no `{key}`", "it is not a whole plan: plan again")
     spec, model_source = _read_model(want_object("model", where, document["model"]), f"`model` of {where}")
     hardware = _read_hardware(want_object("hardware", where, document["hardware"]), f"`hardware` of {where}")
-    training, choice = _read_config(document, where, source, hardware.world_size)
+    training, choice = _read_config(document, where, source, hardware)
     plan = Plan(
         asked=want_object("asked", where, document["asked"]),
         decisions=tuple(_read_decision(x, where) for x in want_list("chosen", where, document["chosen"])),
@@ -163,7 +163,7 @@ def _read_hardware(block: dict[str, Any], where: str) -> Hardware:
 
 
 def _read_config(
-    document: Mapping[str, Any], where: str, source: str, world_size: int
+    document: Mapping[str, Any], where: str, source: str, hardware: Hardware
 ) -> tuple[TrainingConfig, Choice]:
     extras = want_object("zplan", where, document["zplan"])
     whole = extras.pop("choice", None)
@@ -172,9 +172,9 @@ def _read_config(
         return _read_other(document, extras, want_object("choice", where, whole), where)
     device = _one_of("device", f"`zplan` of {where}", extras.pop("device"), Device)
     config = {**want_object("config", where, document["config"]), "zplan": extras}
-    training = from_mapping(config, world_size=world_size, source=f"config of {source}")
+    training = from_mapping(config, world_size=hardware.world_size, source=f"config of {source}")
     shared = {n for n in _names(Choice)} & {n for n in _names(TrainingConfig)}
-    choice = Choice(**{n: getattr(training, n) for n in shared}, device=device)
+    choice = Choice(**{n: getattr(training, n) for n in shared}, device=device, flash=hardware.flash)
     return _as_asked(training, document, where), choice
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from zplan.planner.answer import open_search
 from zplan.planner.errors import ZplanError
-from zplan.planner.extremes import extreme, hardware_given
+from zplan.planner.extremes import Open, extreme, hardware_given
 from zplan.planner.request import Request
 from zplan.planner.search import Search
 
@@ -43,17 +43,26 @@ def ask(request: Request, asked: dict[str, Any]) -> Reply:
         if name == "sweep":
             from zplan.planner.sweep import sweep
 
-            return sweep(request, _open, value)
+            return sweep(request, _opener(), value)
         if name == "min" and value == "gpus" and not hardware_given(request):
             break
-        return extreme(request, _open, end=name, what=value)
+        return extreme(request, _opener(), end=name, what=value)
     from zplan.planner.fewest import fewest_of_each
 
-    return fewest_of_each(request, _open)
+    return fewest_of_each(request, _opener())
 
 
-def _open(request: Request) -> Search:
-    return open_search(request, remainder=True)
+def _opener() -> Open:
+    """What opens the searches of one question; those of one model share what does not depend on the machine."""
+    known: dict[Any, Search] = {}
+
+    def open_(request: Request) -> Search:
+        key = (request.model, request.params, request.tuning)
+        search = open_search(request, remainder=True, like=known.get(key))
+        known.setdefault(key, search)
+        return search
+
+    return open_
 
 
 def _top(request: Request, most: int) -> Reply:
@@ -61,7 +70,7 @@ def _top(request: Request, most: int) -> Reply:
 
     if most < 1:
         raise ZplanError(f"`--top {most}` shows nothing", "use 1 or more")
-    return front(_open(request), most)
+    return front(open_search(request, remainder=True), most)
 
 
 def no_machine(request: Request) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from zplan.planner.activations import prefers_eager
-from zplan.planner.batch import FLAGS, Batch, divisors, solve_batch
+from zplan.planner.batch import FLAGS, KEYS, Batch, divisors, solve_batch
 from zplan.planner.config import DEFAULT_CLIP, Checkpointing
 from zplan.planner.evaluation import Evaluation, Row
 from zplan.planner.halving import largest_multiple, last_good
@@ -26,6 +26,7 @@ from zplan.planner.peer_rules import PARALLEL, allowed_stages, data_parallel
 from zplan.planner.sequence import IMAGES, SEQ_STEP
 
 STAGES = (0, 1, 2, 3)
+BATCH = ("global_batch", "micro_batch", "accumulation")
 TIE = 0.01
 """Share of a step's time that predictions do not tell apart."""
 
@@ -66,7 +67,9 @@ class Search(Evaluation):
         train, micro, accumulation = get("global_batch"), get("micro_batch"), get("accumulation")
         if train is None:
             return [Batch(micro or 1, accumulation or 1, world_size)]
-        fixed = solve_batch(train=train, micro=micro, accumulation=accumulation, world_size=world_size, names=FLAGS)
+        by = {self.request.fixed_by[name] for name in BATCH if get(name) is not None}
+        names = FLAGS if any(flag in by for flag in FLAGS) else KEYS  # Of a config.
+        fixed = solve_batch(train=train, micro=micro, accumulation=accumulation, world_size=world_size, names=names)
         if micro is not None or accumulation is not None:
             return [fixed]
         per_rank = train // world_size
@@ -116,6 +119,14 @@ class Search(Evaluation):
         found = tuple(self.best(stage, batches) for stage in self.stages)
         early = () if self.pick(found).fits else self._in_backward(batches)
         return early if early and self.pick(early).fits else found
+
+    def anything_fits(self) -> bool:
+        """Whether the row to run fits; the leanest stage is looked at first, so this is quicker than to pick it."""
+        batches, asked = self.batches(self.ranks), self.request.get("stage")
+        stages = self.stages if asked is None else (asked,)
+        if any(self.candidates(stage, batches) for stage in reversed(stages)):
+            return True
+        return self.pick(self.rows()).fits
 
     def _in_backward(self, batches: Sequence[Batch]) -> tuple[Row, ...]:
         """The rows with the optimizer in backward; none where that was decided already or something forbids it."""

@@ -141,7 +141,7 @@ def _simulate(  # noqa: PLR0913  (the key of the cache)
     seq: int,
     runtime: Runtime,
 ) -> Simulation:
-    table, units = table_of(device, recipe.cudnn_width), units_with(arch, adapters)
+    table, units = table_of(device, recipe.cudnn_width, flash=recipe.flash), units_with(arch, adapters)
     make = step_tape(arch)
     if runtime == "zplan":
         tape = Tape(in_place_accumulation=table.in_place_accumulation, kernels=table.kernels)

@@ -112,7 +112,7 @@ def frozen_lines(placements: Sequence[Placement], choice: Choice, always: tuple[
         *_constant_lines(placements, always, note),
     ]
     nf4 = "two elements a byte, 8-bit constants of 64, fp32 constants of 16,384 (nf4, double quantization)"
-    return [x._replace(source="estimate", note=nf4) if x.id.endswith(f".{NF4_CLASS}") else x for x in lines]
+    return [x._replace(source="derived", note=nf4) if x.id.endswith(f".{NF4_CLASS}") else x for x in lines]
 
 
 def _constant_lines(placements: Sequence[Placement], always: tuple[int, int], note: str) -> list[Line]:

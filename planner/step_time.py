@@ -279,9 +279,9 @@ def step_time(spec: ModelSpec, choice: Choice, sizes: Sizes, link: Wire, at: Spe
     compute = k * (passes.forward(layers) + passes.backward(layers))
     block = sizes.trained[1]
     off = offload_work(choice, sizes.total, block, layers=layers, hidden=arch.hidden, guests=sizes.guests)
-    gathers, reduces, carried = _exposed(choice, sizes, passes, link, off.seconds_a_gather(at))
+    gathers, reduces, carried, waits = _exposed(choice, sizes, passes, link, off.seconds_a_gather(at))
     owned = sizes.total / (choice.world_size if shards_states(choice) else 1) * (1 - off.share)
-    late, bound = _offload(off, passes, choice, link, at)
+    late, bound = _offload(off, passes, choice, link, at, waits)
     tokens = choice.micro_batch * k * choice.seq
     found = StepTime(
         compute=compute - k * again,
@@ -298,13 +298,14 @@ def step_time(spec: ModelSpec, choice: Choice, sizes: Sizes, link: Wire, at: Spe
     return replace(found, mfu=tokens * per_token / (at.peak_flops * found.total))
 
 
-def _exposed(c: Choice, sizes: Sizes, p: Passes, link: Wire, fetch: float) -> tuple[float, float, float]:
-    """`(gathers, reduces, all transfers)` of a step in seconds, the first two as far as they are exposed.
+def _exposed(c: Choice, sizes: Sizes, p: Passes, link: Wire, fetch: float) -> tuple[float, float, float, float]:
+    """`(gathers, reduces, all transfers, those that backward waits for)` of a step in seconds; all but the third as far
+    as they are exposed.
 
     `fetch`: seconds in which a block's shard comes from the host before it can be gathered.
     """
     if c.world_size == 1:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     n, k, layers = c.world_size, c.accumulation, sizes.layers
     gather = [link.seconds(nbytes) for nbytes in sizes.gathered]
     gather[1] = max(gather[1], fetch)
@@ -343,7 +344,7 @@ def _exposed(c: Choice, sizes: Sizes, p: Passes, link: Wire, fetch: float) -> tu
     carried = sum(q.count * q.moved for q in first) + (k - 1) * sum(q.count * q.moved for q in later)
     carried += k * sum(q.count * q.moved for q in back) + times * (reduce[0] + layers * reduce[1] + reduce[2])
     carried += whole[0] + layers * whole[1] + whole[2]
-    return gathers, reduces, carried
+    return gathers, reduces, carried, k * (down - backward) + reduces
 
 
 def _forward(p: Passes, layers: int, gather: Sequence[float]) -> list[Queue]:
@@ -351,12 +352,14 @@ def _forward(p: Passes, layers: int, gather: Sequence[float]) -> list[Queue]:
     return [Queue(1, p.front, gather[0]), Queue(layers, p.block, gather[1]), Queue(1, p.end, gather[2])]
 
 
-def _offload(off: OffloadWork, p: Passes, c: Choice, link: Wire, at: Speeds) -> tuple[float, str]:
+def _offload(  # noqa: PLR0913 - what hides it
+    off: OffloadWork, p: Passes, c: Choice, link: Wire, at: Speeds, waits: float
+) -> tuple[float, str]:
     """Seconds that offloading adds, and what sets them.
 
-    Gradients leave beside backward. After it the host steps unit by unit, while units before it go back up and the
-    next ones' states come from disk: the slowest of the three sets the pace. Offloaded inputs of checkpointed blocks
-    leave beside forward and come back beside backward.
+    Gradients leave beside backward, and while it `waits` for transfers between GPUs. After it the host steps unit by
+    unit, while units before it go back up and the next ones' states come from disk: the slowest of the three sets the
+    pace. Offloaded inputs of checkpointed blocks leave beside forward and come back beside backward.
     """
     if not off:
         return 0.0, ""
@@ -366,8 +369,8 @@ def _offload(off: OffloadWork, p: Passes, c: Choice, link: Wire, at: Speeds) -> 
         "disk": link.per_node * (off.disk_read_bytes / at.disk_read + off.disk_written_bytes / at.disk_write),
     }
     bound = max(late, key=lambda name: late[name])
-    backward = p.backward(off.layers) * c.accumulation
-    exposed = late[bound] + max(0.0, off.down_bytes / at.pcie - backward)
+    backward = p.backward(off.layers) * (c.accumulation if c.stage >= 2 else 1)  # As often as gradients leave.
+    exposed = late[bound] + max(0.0, off.down_bytes / at.pcie - backward - waits)
     moved = off.input_bytes / at.pcie
     a_pass = max(0.0, moved - p.block) + max(0.0, moved - p.block_backward)
     return exposed + c.accumulation * off.layers * a_pass, bound

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from zplan.planner.cost import Cost, Goal
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.evaluation import Row
-from zplan.planner.extremes import Open
+from zplan.planner.extremes import PER_NODE, Open
+from zplan.planner.peer_rules import check_request
 from zplan.planner.request import Request
 from zplan.planner.search import Search
 from zplan.planner.step_time import StepTime
@@ -35,6 +37,8 @@ class Point:
     at: tuple[int, ...]
     row: Row | None
     time: StepTime | None
+    cost: Cost | None = None
+    """Of the training that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Sweep:
     axes: tuple[Axis, ...]
     points: tuple[Point, ...]
     where: str
+    goal: Goal
 
     @property
     def fits(self) -> bool:
@@ -51,16 +56,20 @@ class Sweep:
 
     def text(self) -> str:
         from zplan.planner.report import table
+        from zplan.planner.timing import cost_head
 
         if len(self.axes) == 1:
-            head = [self.axes[0].name, "stage", "checkpt", "batch", "peak GiB", "at most", "step s", "tokens/s", "fits"]
-            body = table(head, [_cells(p) for p in self.points], "rllrrrrrl")
+            costs = cost_head(self.goal)
+            head = [self.axes[0].name, "stage", "checkpt", "batch", "peak GiB", "at most", "step s", "tokens/s"]
+            rows = [_cells(p, 2 + len(costs)) for p in self.points]
+            body = table([*head, *costs, "fits"], rows, "rllrrrrr" + "r" * len(costs) + "l")
             return "\n".join([self.where, *body]) + "\n"
         down, across = self.axes
         cells = {p.at: _cell(p) for p in self.points}
         rows = [[f"{d:,}", *(cells[d, a] for a in across.values)] for d in down.values]
         head = [f"{down.name} \\ {across.name}", *(f"{a:,}" for a in across.values)]
         title = f"{self.where}: peak GiB, in brackets where it does not fit"
+        title += "; --json tells hours" if self.goal.asked else ""
         return "\n".join([title, *table(head, rows, "r" * len(head))]) + "\n"
 
     def json(self) -> dict[str, Any]:
@@ -68,12 +77,12 @@ class Sweep:
 
     def _point(self, p: Point) -> dict[str, Any]:
         from zplan.planner.answer_json import row_json
-        from zplan.planner.timing import time_json
+        from zplan.planner.timing import cost_json, time_json
 
         return {
             "at": dict(zip((a.name for a in self.axes), p.at, strict=True)),
             "row": None if p.row is None else row_json(p.row),
-            "time": None if p.time is None else time_json(p.time),
+            "time": None if p.time is None else {**time_json(p.time), **cost_json(p.cost)},
         }
 
 
@@ -84,14 +93,15 @@ def _cell(p: Point) -> str:
     return peak if p.row.fits else f"({peak})"
 
 
-def _cells(p: Point) -> list[str]:
-    from zplan.planner.timing import told
+def _cells(p: Point, speeds: int) -> list[str]:
+    """One row, with so many cells about time."""
+    from zplan.planner.timing import cost_cells, told
 
     row, time = p.row, p.time
     if row is None:
-        return [f"{p.at[0]:,}", *[""] * 7, "does not go together"]
+        return [f"{p.at[0]:,}", *[""] * (5 + speeds), "does not go together"]
     c = row.choice
-    speed = [told(time.total), f"{time.tokens_per_second:,.0f}"] if time else ["", ""]
+    speed = [told(time.total), f"{time.tokens_per_second:,.0f}", *cost_cells(p.cost)] if time else [""] * speeds
     sizes = [format_gib(row.peak_bytes), format_gib(row.high_bytes)]
     fits = "yes" if row.fits else "no"
     return [f"{p.at[0]:,}", str(c.stage), c.checkpointing, f"{c.micro_batch} x {c.accumulation}", *sizes, *speed, fits]
@@ -133,7 +143,7 @@ def _range(name: str, span: str) -> tuple[int, ...]:
 
 def _usual(name: str, search: Search) -> tuple[int, ...]:
     if name == "stage":
-        return (0, 1, 2, 3)
+        return search.stages
     first, last = {"seq": (512, min(search.seq_limit, LONGEST)), "micro-batch": (1, 32), "gpus": (1, 256)}[name]
     return _range(name, f"{min(first, last)}:{last}")
 
@@ -143,26 +153,45 @@ def sweep(request: Request, open_: Open, text: str) -> Sweep:
     search = open_(request)
     axes = read_axes(text, search)
     for axis in axes:
-        if axis.name != "gpus" and request.get(axis.name.replace("-", "_")) is not None:
-            raise ZplanError(f"--sweep {axis.name} changes what --{axis.name} gives", f"drop --{axis.name}")
-    where = f"{search.model.spec.name} on {search.hardware.told()}"
-    return Sweep(axes, tuple(_points(request, open_, search, axes)), where)
+        name = axis.name.replace("-", "_")
+        given = request.gpus if axis.name == "gpus" else request.get(name)
+        if given is not None:
+            by = request.fixed_by.get(name, f"--{axis.name}")
+            raise ZplanError(f"--sweep {axis.name} changes what {by} gives", f"drop {by}")
+    machine = search.hardware.told()
+    if any(axis.name == "gpus" for axis in axes):
+        machine = f"{search.hardware.gpu or 'GPUs'}, {format_gib(search.hardware.mem_bytes)} GiB each"
+    where = f"{search.model.spec.name} on {machine}"
+    return Sweep(axes, _points(request, open_, search, axes), where, request.goal)
 
 
-def _points(request: Request, open_: Open, search: Search, axes: tuple[Axis, ...]) -> Iterator[Point]:
+def _points(request: Request, open_: Open, search: Search, axes: tuple[Axis, ...]) -> tuple[Point, ...]:
+    """One point each. What forbids every point has nothing to do with the axes, and is raised."""
+    refused: list[ZplanError] = []
+    points = []
     for at in product(*(a.values for a in axes)):
-        here = search
         try:
-            for axis, value in zip(axes, at, strict=True):
-                if axis.name == "gpus":
-                    nodes = request.nodes if request.nodes > 1 else -(-value // 8)
-                    here = open_(replace(request, gpus=value, nodes=nodes))
-            for axis, value in zip(axes, at, strict=True):
-                if axis.name != "gpus":
-                    here = here.at(axis.name.replace("-", "_"), value)
-            row = here.pick(here.rows())
-        except ZplanError:
+            points.append(_best(request, open_, search, at, [a.name for a in axes]))
+        except ZplanError as e:
             # A batch that does not split over these GPUs, or nodes that they do not fill.
-            yield Point(at, None, None)
-            continue
-        yield Point(at, row, here.time(row.choice))
+            refused.append(e)
+            points.append(Point(at, None, None))
+    if len(refused) == len(points):
+        raise refused[0]
+    return tuple(points)
+
+
+def _best(request: Request, open_: Open, search: Search, at: tuple[int, ...], names: Sequence[str]) -> Point:
+    """The best row at one point, and its step time where one is told."""
+    from zplan.planner.timing import cost_of
+
+    for name, value in zip(names, at, strict=True):
+        if name == "gpus":
+            nodes = request.nodes if request.nodes > 1 else -(-value // PER_NODE)
+            search = open_(replace(request, gpus=value, nodes=nodes))
+    for name, value in zip(names, at, strict=True):
+        if name != "gpus":
+            search = search.at(name.replace("-", "_"), value)
+    check_request(search.request.fixed)
+    row = search.pick(search.rows())
+    return Point(at, row, search.time(row.choice), cost_of(search, row.choice))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zplan.planner.config import Choice, Runtime
-from zplan.planner.cost import Cost, cost
+from zplan.planner.cost import Cost, Goal, cost
+from zplan.planner.errors import ZplanError
 from zplan.planner.peer_rules import STAGES
 from zplan.planner.speeds import GB
 from zplan.planner.step_time import StepTime
@@ -48,10 +49,51 @@ def timings(search: Search, rows: Sequence[Row]) -> tuple[Timing, ...]:
                 time,
                 _ratio(time, search.time(replace(c, stage=c.stage - 1))) if c.stage - 1 in STAGES[c.runtime] else None,
                 _ratio(time, search.time(replace(c, stage=0, runtime=DDP.get(c.runtime, c.runtime)))),
-                cost(search.request.goal, time, seq=c.seq, world_size=c.world_size),
+                cost_of(search, c),
             )
         )
     return tuple(found)
+
+
+def cost_of(search: Search, choice: Choice) -> Cost | None:
+    """What the training that was asked for takes with a choice; None where none was.
+
+    Raises
+    ------
+    ZplanError
+        Where no time can be told.
+    """
+    goal = search.request.goal
+    if not goal.asked:
+        return None
+    time = search.time(choice)
+    if time is None:
+        raise ZplanError(
+            f"no hours can be told: {search.why_untimed(choice)}",
+            "name a card of `zplan gpus` with --gpu, and use --precision bf16 and --runtime zplan",
+        )
+    return cost(goal, time, seq=choice.seq, world_size=choice.world_size)
+
+
+def cost_head(goal: Goal) -> list[str]:
+    """Titles of `cost_cells`."""
+    return [*(["hours", "GPU hours"] if goal.asked else []), *(["cost"] if goal.price is not None else [])]
+
+
+def cost_cells(found: Cost | None) -> list[str]:
+    """One training in a table."""
+    if found is None:
+        return []
+    price = [] if found.price is None else [f"{found.price:,.0f}"]
+    return [f"{found.hours:,.1f}", f"{found.gpu_hours:,.0f}", *price]
+
+
+def cost_json(found: Cost | None) -> dict[str, Any]:
+    """One training, unrounded."""
+    if found is None:
+        return {}
+    price = {} if found.price is None else {"price": found.price}
+    return {"steps": found.steps, "hours": found.hours, "gpu_hours": found.gpu_hours, **price}
 
 
 def _ratio(time: StepTime, other: StepTime | None) -> float:
@@ -77,8 +119,7 @@ def timing_json(t: Timing) -> dict[str, Any]:
         **time_json(t.time),
         "over_ddp": t.ddp,
         "over_stage_below": t.below,
-        **({} if t.cost is None else {"steps": t.cost.steps, "hours": t.cost.hours, "gpu_hours": t.cost.gpu_hours}),
-        **({} if t.cost is None or t.cost.price is None else {"price": t.cost.price}),
+        **cost_json(t.cost),
     }
 
 
@@ -88,18 +129,14 @@ BOUNDS = ("compute", "recompute", "gathers", "reduces", "optimizer", "offload")
 def timing_rows(e: Estimate) -> Iterator[list[str]]:
     """Title cells, then a row of cells for each timing."""
     shown = [b for b in BOUNDS if any(t.time.bounds()[b] for t in e.timings)]
-    goal, costs = e.request.goal, any(t.cost for t in e.timings)
     head = ["stage", "step s", "tokens/s", "MFU", "to DDP", "to below", *shown]
-    yield [*head, *(["hours", "GPU hours"] if costs else []), *(["cost"] if goal.price is not None else [])]
+    yield [*head, *cost_head(e.request.goal)]
     for t, row in zip(e.timings, e.rows, strict=True):
         time = t.time
         cells = [f"{t.choice.stage}{' *' if row is e.row else ''}", told(time.total), f"{time.tokens_per_second:,.0f}"]
         cells += [f"{100 * time.mfu:.1f} %", f"x {t.ddp:.2f}", "" if t.below is None else f"x {t.below:.2f}"]
         cells += [f"{100 * time.bounds()[b] / time.total:.1f} %" for b in shown]
-        if t.cost is not None:
-            cells += [f"{t.cost.hours:,.1f}", f"{t.cost.gpu_hours:,.0f}"]
-            cells += [] if t.cost.price is None else [f"{t.cost.price:,.0f}"]
-        yield cells
+        yield [*cells, *cost_cells(t.cost)]
 
 
 def told(seconds: float) -> str:

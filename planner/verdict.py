@@ -9,7 +9,9 @@ from typing import Any, Literal, NamedTuple
 from zplan.planner.activations import counted, prefers_eager
 from zplan.planner.config import Choice
 from zplan.planner.evaluation import TRAINING, Row
+from zplan.planner.optimizers import kind_of
 from zplan.planner.peer_rules import NAMES
+from zplan.planner.placement import splits_masters
 from zplan.planner.search import Search
 from zplan.planner.sequence import DEFAULT_SEQ, IMAGES
 from zplan.planner.tiers import TierUse
@@ -70,8 +72,10 @@ def card_of(row: Row) -> str:
 
 
 def short_by(row: Row) -> str:
-    """By how much, when and because of which line a row does not fit."""
-    return f"{gib(-row.spare_bytes)} over in phase `{row.peak_phase}`, where the most is {largest_line(row)}"
+    """By how much, when and because of which line a row does not fit: on the card, else beside it."""
+    if row.spare_bytes < 0:
+        return f"{gib(-row.spare_bytes)} over in phase `{row.peak_phase}`, where the most is {largest_line(row)}"
+    return f"{over_by(row)} on a node, where the most is {_most_beside(row)}"
 
 
 def over_by(row: Row) -> str:
@@ -91,13 +95,18 @@ def _beside_the_card(row: Row) -> str:
     need, over, what = (
         (off.host_bytes, off.host_over, "host memory") if host else (off.nvme_bytes, off.nvme_over, "NVMe")
     )
-    lines = [x for x in row.ledger.lines if x.tier in (("host", "pinned") if host else ("nvme",))]
-    most = max(lines, key=lambda x: x.total_bytes)
     ranks = "one rank takes" if off.ranks == 1 else f"the {off.ranks} ranks of a node take"
     return (
         f"Does not fit: {name_of(row)} fits on the card, but {ranks} {gib(need * off.ranks)} of {what}, "
-        f"{gib(over * off.ranks)} more than there is; the most is `{most.id}`, {gib(most.total_bytes)} a rank."
+        f"{gib(over * off.ranks)} more than there is; the most is {_most_beside(row)}."
     )
+
+
+def _most_beside(row: Row) -> str:
+    """The line that holds most of the memory beside the card that is too small."""
+    tiers = ("host", "pinned") if row.off_device.host_over else ("nvme",)
+    most = max((x for x in row.ledger.lines if x.tier in tiers), key=lambda x: x.total_bytes)
+    return f"`{most.id}`, {gib(most.total_bytes)} a rank"
 
 
 def judge_tiers(row: Row, uses: Sequence[TierUse]) -> Verdict | None:
@@ -183,8 +192,6 @@ def decisions(search: Search, row: Row, rows: Sequence[Row]) -> tuple[Decision, 
         value = getattr(row.choice, name)
         by = search.request.fixed_by.get(name)
         reason = f"asked by {by}" if by else reasons.get(name, _DEFAULTS.get(name, ""))
-        if not by and name == "precision" and row.choice.world_size == 1:
-            reason = reason.removesuffix(REDUCTION)
         if by and name == "piece_numel":
             nbytes = format_small(value * row.choice.reduce_itemsize)
             reason = f"{reason}; elements, {nbytes} in {row.choice.reduce_dtype}"
@@ -218,11 +225,9 @@ def _training_decisions(search: Search, choice: Choice) -> Iterator[Decision]:
         yield Decision(name, value, not by, f"{reason}; estimate only: {why}" if why else reason)
 
 
-REDUCTION = "; fp32 reduction"
-
 _DEFAULTS: dict[str, str] = {
     "seq": "",
-    "precision": f"bf16 weights that are the upper halves of fp32 master weights{REDUCTION}",
+    "precision": "",
     "attention": "torch's fused attention keeps no score matrix",
     "cross_entropy": "torch's, from whole logits in fp32; `fused` never holds them in full",
     "kernels": "torch's own norms, gates and rotary embeddings",
@@ -254,17 +259,35 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
         what = "the largest that fits and divides" if row.fits else "the smallest that divides"
         yield "micro_batch", f"{what} {per_rank}"
         yield "accumulation", f"{per_rank} / {c.micro_batch}"
-    if not search.hardware.bf16:
-        yield "precision", f"{search.hardware.gpu} does not compute in bf16"
+    yield "precision", _precision_reason(search, c)
     yield from _link_reasons(search, c)
     if prefers_eager(search.model.arch):
         yield "attention", "its class refuses or masks torch's fused attention"
+    elif search.no_shared_heads({"device": c.device, "precision": c.precision}):
+        yield "attention", f"{search.hardware.gpu} has no fused attention whose heads share keys and values"
     if search.model.assumed:
         yield "seq", "the default; an assumed shape has no limit"
     elif search.model.arch.family in IMAGES:
         yield "seq", "an image: its patches and a class token"
     else:
         yield "seq", f"the smaller of {DEFAULT_SEQ} and the model's {search.seq_limit}"
+
+
+def _precision_reason(search: Search, c: Choice) -> str:
+    """What lies in which dtype, and in which gradients are reduced."""
+    if not search.hardware.bf16:
+        return f"{search.hardware.gpu} does not compute in bf16"
+    masters = kind_of(c.optimizer).master
+    weights = {
+        "zplan": "bf16 weights beside fp32 master weights" if masters else "bf16 weights without fp32 master weights",
+        "deepspeed": "bf16 weights beside fp32 master weights",
+        "fsdp2": "bf16 copies of fp32 weights",
+        "ddp": "fp32 weights under autocast",
+    }[c.runtime]
+    if splits_masters(c):
+        weights = "bf16 weights that are the upper halves of fp32 master weights"
+    reduced = c.precision if c.runtime == "deepspeed" else c.reduce_dtype
+    return weights + (f"; {reduced} reduction" if c.world_size > 1 else "")
 
 
 def _stage_reason(search: Search, row: Row, rows: Sequence[Row]) -> str:

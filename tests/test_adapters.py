@@ -154,7 +154,7 @@ def test_four_bits_a_weight():
     lines = {x.id: x for x in predict(quantized, choice).lines}
     linear = [p.numel for u in decoder_units(LLAMA) for p in u.params if len(p.shape) == 2 and u.name == "blocks.1"]
     line = lines["params.frozen.whole.nf4"]
-    assert (line.nbytes, line.instances, line.source) == (sum(map(nf4_bytes, linear)), LLAMA.layers, "estimate")
+    assert (line.nbytes, line.instances, line.source) == (sum(map(nf4_bytes, linear)), LLAMA.layers, "derived")
     # A rank holds the quantized base whole, what is left of it in shards.
     assert "params.frozen.shard.frozen" in lines
 

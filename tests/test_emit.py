@@ -14,8 +14,9 @@ from zplan.planner.emit_scripts import model_config
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
 from zplan.planner.lint import Subject, check_document
+from zplan.planner.optimizers import KINDS
 from zplan.planner.plan_file import load_plan, save_plan
-from zplan.planner.relaxed import read_document
+from zplan.planner.relaxed import Document, read_document
 from zplan.planner.report import plan_report
 
 TINY = {
@@ -329,3 +330,19 @@ def test_torchtitan_loads_it(changes, tmp_path, monkeypatch):
     group = config.optimizer.param_groups[0].optimizer_kwargs
     assert (group["lr"], tuple(group["betas"])) == (plan.training.lr, plan.training.betas)
     assert (type(config.activation_checkpoint).__qualname__ == "FullAC.Config") is (c.checkpointing == "full")
+
+
+@pytest.mark.parametrize("optimizer", [k.name for k in KINDS.values()])
+def test_a_deepspeed_config_is_written_only_of_an_optimizer_that_deepspeed_has(tmp_path, optimizer):
+    plan = zplan.plan("smollm2-135m", gpus=2, mem=24, seq=128, optimizer=optimizer)
+    files = save_plan(plan, tmp_path / "plan.json")
+    known = optimizer not in ("adamw8bit", "adamw8bit-bf16")
+    assert (len(files), (tmp_path / "ds_config.json").exists()) == (1 + known, known)
+    if known:
+        document = Document(json.loads(emit(plan, "deepspeed")[0]), "json")
+        report = check_document(document, "ds_config.json", Subject(gpus=2))
+        assert not report.count("error"), [f.message for f in report.findings]
+    else:
+        with pytest.raises(ZplanError, match=f"DeepSpeed and torch have no optimizer `{optimizer}`"):
+            emit(plan, "deepspeed")
+    assert emit(plan, "zplan")[0]

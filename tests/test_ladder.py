@@ -285,3 +285,20 @@ def test_candidates_of_two_stacks_and_of_images():
     assert again == {"act.encoder.backward", "act.decoder.backward"}
     logits = [c.nbytes for c in candidates(setup(model="vit-base", seq=197)) if c.what == "logits in fp32"]
     assert logits == [8 * 1000 * 4]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flash", "cudnn"), [("V100 SXM2 32GB", False, 0), ("H200", True, 256), (None, True, 0)]
+)
+def test_the_card_says_which_attention_kernel_is_counted(gpu, flash, cudnn):
+    config = {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    document, subject = Document(config, "json"), Subject(gpus=8)
+    made = {
+        model: make_setup(document, "ds.json", subject, {"model": model, "gpu": gpu})
+        for model in ("llama-2-7b", "qwen2-1.5b", "llama-3.2-1b")
+    }
+    assert {s.choice.flash for s in made.values()} == {flash}
+    assert [made[m].choice.cudnn_width for m in ("llama-2-7b", "qwen2-1.5b")] == [0, cudnn]
+    # No kernel before flash attention shares keys and values among heads.
+    assert [s.attention for s in made.values()] == ["sdpa", *["sdpa" if flash else "eager"] * 2]
+    assert all(need_of(s).peak_bytes > 0 for s in made.values())

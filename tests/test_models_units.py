@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from test_models_frozen import Net as FrozenNet
 from torch import nn
 
+from zplan import cli_trace
 from zplan.planner.errors import ZplanError
 from zplan.runtime.detect import find_units
 from zplan.runtime.unit_list import as_text, list_units, load_model
@@ -131,3 +132,13 @@ def test_the_command_prints_units_of_a_function_and_of_a_config(tmp_path):
 def test_what_the_command_refuses(words, said):
     _, out = run(*words)
     assert said in out
+
+
+def test_a_type_that_transformers_does_not_know_is_no_traceback(tmp_path):
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "chatglm", "num_layers": 2}), encoding="utf-8")
+    result = CliRunner().invoke(cli_trace.trace, ["--units", "--model", str(config)])
+    assert isinstance(result.exception, ZplanError)
+    assert f"transformers builds no model of `{config}`" in result.exception.message
+    assert "`chatglm`" in result.exception.message and result.exception.hint == "give package.module:function"

@@ -24,6 +24,7 @@ from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.overhead import workspace_lines
 from zplan.planner.peer import peer_ledger
 from zplan.planner.peer_fetch import gathered
+from zplan.planner.peer_parallel import shares
 from zplan.planner.peer_plan import choice_json
 from zplan.planner.peer_rules import STAGES
 from zplan.planner.plan_file import load_plan, save_plan
@@ -280,6 +281,12 @@ def test_the_usual_code_on_a_cpu(monkeypatch, checkpointing, batch):
             assert peak - states <= expected[phase] <= (peak - states) * (1 + 2 / seq), (phase, expected[phase])
 
 
+def test_what_is_not_counted_speaks_of_no_launcher_of_ours():
+    told = {r: zplan.estimate("llama-3.2-1b", gpus=2, mem=80, runtime=r).not_counted for r in ("zplan", "deepspeed")}
+    assert "the launcher sets expandable segments" in told["zplan"][0]
+    assert "PYTORCH_CUDA_ALLOC_CONF" in told["deepspeed"][0] and told["zplan"][1:] == told["deepspeed"][1:]
+
+
 RULES = [
     ({"runtime": "zplan", "tp": 2}, "`--tp 2`", "deepspeed"),
     ({"hpz": 2}, "`--hpz 2`", "deepspeed"),
@@ -328,6 +335,20 @@ def test_splitting_a_model_takes_less_of_a_rank(runtime, name, size):
     assert sums[0] // size <= sums[1] * 1.01 and sums[1] <= sums[0]
     estimated = {x.source for x in b.lines if x.kind == "activations"}
     assert estimated == {"estimate"} and {x.source for x in a.lines if x.kind == "activations"} == {"derived"}
+
+
+@pytest.mark.parametrize("runtime", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_tensor_ranks_share_the_joint_projection_of_gpt2(runtime, attention):
+    """Queries, keys and values in one matrix: a rank has the rows of its heads."""
+    arch = Architecture("gpt2", 2, 64, 4, 4, 16, 256, 100, 64, tied=True)
+    spec = ModelSpec("gpt2", decoder_units(arch), arch)
+    whole = Choice(3, 2, 2, 1, 64, runtime=runtime, attention=attention)
+    a, b = (predict(spec, replace(whole, tensor_parallel=tp)) for tp in (1, 2))
+    assert b.peak_bytes() < a.peak_bytes()
+    (part,) = shares(spec, replace(whole, tensor_parallel=2))
+    shapes = {p.name: p.shape for p in part.units[2].params}
+    assert shapes["blocks.0.qkv.weight"] == (96, 64) and shapes["blocks.0.o.weight"] == (64, 32)
 
 
 def test_hpz_keeps_a_second_shard():

@@ -9,10 +9,8 @@ import pytest
 from zplan.planner.answer import open_search
 from zplan.planner.batch import Batch
 from zplan.planner.errors import ZplanError
-from zplan.planner.extremes import fewest
-from zplan.planner.fewest import COMMON, WAYS
 from zplan.planner.front import front, ways
-from zplan.planner.hardware import find_gpu, read_gpus
+from zplan.planner.hardware import read_gpus
 from zplan.planner.questions import ask, reply_json
 from zplan.planner.remedies import remedies
 from zplan.planner.request import make_request
@@ -53,6 +51,23 @@ def test_every_way_is_on_the_front_or_rejected_with_phase_and_line():
         assert re.fullmatch(r"[\d.]+ GiB over in phase `[a-z.0-9]+`, where the most is `[a-z_.]+`, .*", r.reason)
         smaller = [d for d in (1, 2, 4, 8) if d < r.row.choice.micro_batch]
         assert all(search.row(replace(r.row.choice, micro_batch=d, accumulation=8 // d)).fits for d in smaller)
+
+
+def test_one_rank_that_need_not_accumulate_is_looked_at_after_smaller_batches_that_do_not_fit():
+    search = opened(params="6.2e9", gpus=1, gpu="H100 NVL 94GB", global_batch=4)
+    picked, found = search.pick(search.rows()), front(search, 10)
+    assert picked.fits and picked.choice.accumulation == 1
+    assert not search.row(replace(picked.choice, micro_batch=2, accumulation=2)).fits
+    assert any(run.row.choice.accumulation == 1 and not run.estimate_only for run in found.runs)
+    assert {(r.row.choice.stage, r.row.choice.micro_batch) for r in found.rejected} == {(s, 1) for s in range(4)}
+
+
+def test_what_host_memory_is_too_small_for_is_rejected_for_that():
+    found = front(opened(model="llama-2-7b", gpus=4, gpu="RTX 4090", host_mem=16, global_batch=8), 10)
+    host = [r for r in found.rejected if r.row.spare_bytes >= 0]
+    assert host and not found.runs
+    reason = r"[\d.]+ GiB of host memory over on a node, where the most is `[a-z_.]+`, [\d.]+ GiB a rank"
+    assert all(re.fullmatch(reason, r.reason) for r in host)
 
 
 def test_top_in_text_and_json(run):
@@ -112,6 +127,14 @@ def test_the_fewest_gpus(batch):
     assert fits == counts[counts.index(fits[0]) :]
 
 
+def test_the_fewest_gpus_of_a_batch_that_is_fixed_in_all_three():
+    asked = {"model": "llama-2-7b", "gpu": "A100 SXM 80GB", "global_batch": 64, "micro_batch": 4}
+    assert ask(make_request({**asked, "accumulation": 2}), {"min": "gpus"}).value == 8
+    with pytest.raises(ZplanError, match="no number of GPUs makes 64 sequences a step of 12 on each") as caught:
+        ask(make_request({**asked, "accumulation": 3}), {"min": "gpus"})
+    assert caught.value.hint == "use --global-batch 60 or 72"
+
+
 def test_the_smallest_card():
     found = ask(make_request({"params": "7e9", "gpus": 8}), {"min": "mem"})
     cards = {g.name: g.mem_bytes for g in read_gpus() if g.vendor == "NVIDIA" and g.mem_reported}
@@ -124,34 +147,6 @@ def test_the_smallest_card():
         assert s.pick(s.rows()).fits == (size >= found.value), name
     nothing = ask(make_request({"params": "1e12", "gpus": 1}), {"min": "mem"})
     assert not nothing.fits and "short" in nothing.text() and nothing.json()["mem_bytes"] is None
-
-
-def test_no_machine_at_all(run, monkeypatch):
-    monkeypatch.setattr("zplan.planner.hardware.local_gpus", list)
-    code, out, err = run("estimate", "--model", "llama-3.2-1b")
-    assert (code, err) == (0, "")
-    rows = re.findall(rf"^  ({'|'.join(COMMON)}) +[\d.]+  (\d+) .*", out, flags=re.M)
-    assert [r[0] for r in rows] == list(COMMON)
-    assert run("estimate", "--model", "llama-3.2-1b", "--min", "gpus")[1] == out
-    found = json.loads(run("estimate", "--model", "llama-3.2-1b", "--json")[1])
-    assert len(found["fewest"]) == len(COMMON) * len(WAYS)
-    for cell in found["fewest"]:
-        assert cell["row"]["fits"] and cell["row"]["world_size"] == cell["gpus"]
-
-
-@pytest.mark.parametrize("gpu", ["RTX 4090", "H100 SXM 80GB"])
-def test_the_fewest_is_the_first_that_fits(gpu):
-    request = make_request({"model": "llama-2-13b", "gpu": gpu})
-    for way in WAYS:
-        search, row = fewest(way.change(request), lambda r: open_search(r, remainder=True), way.accept)
-        n = search.hardware.world_size
-        assert row.fits and row.capacity_bytes == find_gpu(gpu)[0].mem_bytes
-        assert n == 1 or way.accept(less(way, gpu, n - 1 if n <= 8 else n - 8)) is None
-
-
-def less(way, gpu, gpus):
-    request = way.change(make_request({"model": "llama-2-13b", "gpu": gpu, "gpus": gpus}))
-    return open_search(request, remainder=True)
 
 
 @pytest.mark.parametrize(("what", "least"), [("seq", "Not even 128 tokens do"), ("micro-batch", "Not even 1 sequence")])
@@ -177,15 +172,35 @@ def test_a_sweep_of_two():
 
 
 def test_a_sweep_of_one(run):
-    args = ["estimate", "--model", "llama-3.2-1b", "--gpu", "H200", "--gpus", 8, "--global-batch", 48]
+    args = ["estimate", "--model", "llama-3.2-1b", "--gpu", "H200", "--global-batch", 48]
     code, out, _ = run(*args, "--sweep", "gpus=1:64")
     assert code == 0
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["1", "2", "4", "8", "16", "32", "64"]
     assert lines[-1].endswith("does not go together") and "yes" in lines[-4]
-    found = json.loads(run(*args, "--sweep", "stage", "--json")[1])
+    found = json.loads(run(*args, "--gpus", 8, "--sweep", "stage", "--json")[1])
     assert [p["at"] for p in found["points"]] == [{"stage": s} for s in range(4)]
     assert all(p["row"]["stage"] == p["at"]["stage"] and p["time"]["step_s"] > 0 for p in found["points"])
+
+
+def test_a_sweep_over_the_stages_that_a_runtime_has(run):
+    args = ["estimate", "--model", "llama-3.2-1b", "--gpus", 2, "--mem", 24, "--runtime", "fsdp2"]
+    found = json.loads(run(*args, "--sweep", "stage", "--json")[1])
+    assert [(p["at"]["stage"], p["row"]["stage"]) for p in found["points"]] == [(2, 2), (3, 3)]
+    found = json.loads(run(*args, "--sweep", "stage=1:3,micro-batch=1:2", "--json")[1])
+    assert [p["row"] is None for p in found["points"]] == [True, True, False, False, False, False]
+    # What no point of the table can be asked is an error.
+    code, _, err = run(*args, "--sweep", "stage=0:1")
+    assert code == 2 and "`--stage 0`: FSDP2 has stage 2 or 3" in err
+    args = ["estimate", "--model", "qwen3-8b", "--gpus", 4, "--mem", 80, "--precision", "fp32"]
+    code, _, err = run(*args, "--sweep", "seq")
+    assert code == 2 and "32 heads on 8 key-value heads in fp32 have no fused attention" in err
+
+
+def test_a_sweep_over_gpus_names_the_card_and_no_number(run):
+    args = ["estimate", "--model", "llama-3.2-1b", "--gpu", "RTX 4090", "--sweep", "gpus=1:2"]
+    assert run(*args)[1].splitlines()[0] == "llama-3.2-1b on RTX 4090, 23.99 GiB each"
+    assert "--sweep gpus changes what --gpus gives" in run(*args, "--gpus", 2)[2]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +226,13 @@ def test_questions_that_are_refused(asked, message):
 
 
 def test_what_is_fixed_is_not_swept():
+    with pytest.raises(ZplanError, match="--max params looks for what --params gives"):
+        ask(make_request({"params": "1e9", "gpus": 8, "mem": 24}), {"max": "params"})
     with pytest.raises(ZplanError, match="--sweep seq changes what --seq gives"):
         ask(make_request({"params": "1e9", "gpus": 8, "mem": 24, "seq": 512}), {"sweep": "seq"})
+    offloaded = {"params": "1e9", "gpus": 8, "mem": 24, "offload": "cpu", "offload_params": "cpu"}
+    with pytest.raises(ZplanError, match="--sweep stage changes what --offload-params gives"):
+        ask(make_request(offloaded), {"sweep": "stage"})
     with pytest.raises(ZplanError, match="--max seq looks for what --seq gives"):
         ask(make_request({"params": "1e9", "gpus": 8, "mem": 24, "seq": 512}), {"max": "seq"})
 
@@ -254,3 +274,30 @@ def test_a_choice_with_another_offload_is_what_a_request_would_give():
     plain, asked = opened(**MACHINE), opened(**MACHINE, offload="cpu")
     batch = Batch(1, 8, 8)
     assert plain.choice(2, batch, "full", offload=Offload("cpu")) == asked.choice(2, batch, "full")
+
+
+HOURS = ["estimate", "--model", "llama-3.2-1b", "--gpus", 8, "--global-batch", 16, "--tokens", "1e9", "--price", "2.5"]
+
+
+@pytest.mark.parametrize("asked", [["--top", 9], ["--sweep", "seq=512:1024"], ["--max", "seq"], ["--min", "mem"]])
+def test_every_answer_has_hours_and_cost(run, asked):
+    args = [*HOURS, *(["--gpu", "H200"] if asked[0] != "--min" else []), *asked]
+    code, out, err = run(*args)
+    assert code == 0 and err == ""
+    document = json.loads(run(*args, "--json")[1])
+    if "row" in document:
+        found, (hours, gpu_hours, price) = document["cost"], re.findall(r"[\d,.]*\d", out.splitlines()[-1])
+    else:
+        rows = document.get("runs") or document["points"]
+        found, first = rows[0]["time"], out.splitlines()[2].removesuffix("estimate only").removesuffix("yes").split()
+        hours, gpu_hours, price = first[-3:]
+        assert all(r["time"]["steps"] == -(-(10**9) // (16 * (r.get("seq") or r["at"]["seq"]))) for r in rows)
+    assert found["gpu_hours"] == pytest.approx(8 * found["hours"]) and found["price"] == 2.5 * found["gpu_hours"]
+    shown = (f"{found['hours']:,.1f}", f"{found['gpu_hours']:,.0f}", f"{found['price']:,.0f}")
+    assert (hours, gpu_hours, price) == shown
+
+
+@pytest.mark.parametrize("asked", [["--sweep", "seq"], ["--max", "seq"], ["--top", 3]])
+def test_hours_are_refused_where_no_card_is_named(run, asked):
+    code, out, err = run(*HOURS, "--mem", 80, *asked)
+    assert code == 2 and out == "" and "no card is named (--gpu)" in err

@@ -14,6 +14,8 @@ from zplan.planner.cost import Goal, cost
 from zplan.planner.errors import ZplanError
 from zplan.planner.hardware import Hardware
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
+from zplan.planner.plan_file import load_plan, save_plan
+from zplan.planner.predict import predict
 from zplan.planner.request import make_request
 from zplan.planner.search import STAGES, TIE, Search
 from zplan.planner.sources import Model, model_from
@@ -210,3 +212,69 @@ def test_bf16_only_where_the_card_computes_in_it():
     with pytest.raises(ZplanError, match="--precision asks for bf16, which a T4 .compute capability 7.5. does not"):
         zplan.estimate(params="1e9", gpus=8, gpu="T4", precision="bf16")
     assert zplan.estimate(params="1e8", gpus=8, gpu="MI300X").row.choice.precision == "bf16"
+
+
+WEIGHTS = [
+    ({"optimizer": "adamw"}, "bf16 weights that are the upper halves of fp32 master weights; fp32 reduction"),
+    ({"optimizer": "lion"}, "bf16 weights beside fp32 master weights; fp32 reduction"),
+    ({"offload": "cpu"}, "bf16 weights beside fp32 master weights; fp32 reduction"),
+    ({"optimizer": "adamw-bf16"}, "bf16 weights without fp32 master weights; fp32 reduction"),
+    ({"reduce_dtype": "bf16", "optimizer": "sgd"}, "bf16 weights beside fp32 master weights; bf16 reduction"),
+    ({"gpus": 1}, "bf16 weights that are the upper halves of fp32 master weights"),
+    ({"runtime": "deepspeed"}, "bf16 weights beside fp32 master weights; bf16 reduction"),
+    ({"runtime": "fsdp2"}, "bf16 copies of fp32 weights; fp32 reduction"),
+    ({"runtime": "ddp"}, "fp32 weights under autocast; fp32 reduction"),
+]
+
+
+@pytest.mark.parametrize(("asked", "reason"), WEIGHTS, ids=[str(a) for a, _ in WEIGHTS])
+def test_the_reason_for_bf16_says_what_the_lines_hold(asked, reason):
+    found = zplan.estimate(**{"model": "llama-3.2-1b", "gpus": 4, "mem": 80, **asked})
+    (precision,) = [d for d in found.decisions if d.name == "precision"]
+    assert (precision.value, precision.reason) == ("bf16", reason)
+    masters = {x.id.split(".")[1] for x in found.row.ledger.lines if x.id.startswith("optim.master")}
+    assert masters == ({"master_low"} if "halves" in reason else {"master"} if "beside" in reason else set())
+
+
+def test_a_plan_for_such_a_card_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "plan.json"
+    written = zplan.plan("gpt2", gpus=2, gpu="T4", seq=100)
+    save_plan(written, path)
+    assert load_plan(path).choice == written.choice and not written.choice.flash
+    assert load_plan(path).ledger == written.ledger
+
+
+CARDS = ("V100 SXM2 32GB", "A100 SXM 40GB")
+
+
+def test_cards_before_ampere_have_no_flash_attention():
+    """There the memory-efficient kernel runs, and none whose heads share keys and values."""
+    v100, a100 = (zplan.estimate("llama-2-7b", gpus=8, gpu=g, precision="fp16") for g in CARDS)
+    assert (v100.row.choice.flash, v100.row.choice.attention) == (False, "sdpa") and a100.row.choice.flash
+    lines = [
+        {x.id: x.nbytes for x in predict(v100.model.spec, replace(v100.row.choice, flash=flash, seq=1000)).lines}
+        for flash in (False, True)
+    ]
+    # Its log-sum-exp is padded to 32 tokens. It has no generator's numbers, which flash keeps as three integers.
+    assert lines[0]["act.block.saved"] - lines[1]["act.block.saved"] == 24 * 32 * 4 - 24
+    grouped = zplan.estimate("llama-3.2-1b", gpus=1, gpu="T4")
+    (attention,) = [d for d in grouped.decisions if d.name == "attention"]
+    assert attention.value == "eager" and attention.reason.startswith("T4 has no fused attention whose heads share")
+    for model in ("llama-3.2-1b", "qwen2-1.5b"):
+        with pytest.raises(ZplanError, match="key-value heads need flash attention, which cards before") as caught:
+            zplan.estimate(model, gpus=1, gpu="T4", attention="sdpa")
+        assert caught.value.hint == "use --attention eager"
+        assert zplan.estimate(model, gpus=1, gpu="A100 SXM 40GB", precision="fp16").row.choice.attention == "sdpa"
+
+
+def test_a_batch_of_a_config_is_named_by_its_keys():
+    config = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+    }
+    with pytest.raises(ZplanError, match="^`train_batch_size` 64 is not 4 x 2 x 4 GPUs = 32"):
+        zplan.estimate("llama-2-7b", gpus=4, mem=80, config=config)
+    with pytest.raises(ZplanError, match="^`--global-batch` 64 is not 4 x 2 x 4 GPUs = 32"):
+        zplan.estimate("llama-2-7b", gpus=4, mem=80, global_batch=64, micro_batch=4, accumulation=2)

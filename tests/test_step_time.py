@@ -273,6 +273,19 @@ def test_offloading_adds_what_the_slowest_of_host_pcie_and_disk_takes():
     assert half.offload == pytest.approx(sizes["cpu"].offload / 2, rel=0.01) and half.optimizer > 0
 
 
+@pytest.mark.parametrize("gpu", [H200, "RTX 4090"])
+@pytest.mark.parametrize("offload", [Offload("cpu"), Offload("nvme"), Offload("cpu", ratio=0.5), Offload("cpu", "cpu")])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_computes_more_takes_no_less_where_gradients_leave_beside_it(gpu, offload, stage):
+    """The same seconds of backward hide reduces and copies to the host: more of them may not save both."""
+    spec = decoder(8, 1024, 16, 2816, 32000)
+    for k in (1, 3):
+        choice = Choice(stage, 4, 1, k, 64, offload=offload if stage == 3 else replace(offload, params="none"))
+        times = [timed(spec, replace(choice, micro_batch=m), gpu=gpu).total for m in (1, 2, 3, 8, 40, 200)]
+        assert times == sorted(times) and times[0] < times[-1]
+        assert timed(spec, replace(choice, checkpointing="full"), gpu=gpu).total >= times[0]
+
+
 def test_bytes_to_the_host_and_to_disk():
     spec = TINY
     total = sum(u.numel for u in spec.units)

@@ -45,7 +45,13 @@ def trace(
         from zplan.runtime import tables, unit_list
     except ImportError:
         raise ZplanError("`zplan trace` needs torch", "pip install 'zplan[runtime]'") from None
-    module = unit_list.load_model(model)
+    try:
+        module = unit_list.load_model(model)
+    except ValueError as e:
+        if ":" in model:
+            raise  # A function of the user's: its own traceback says more.
+        why = str(e).split(". ")[0].rstrip(".")
+        raise ZplanError(f"transformers builds no model of `{model}`: {why}", "give package.module:function") from None
     if table_cap is not None:
         cap = parse_count(table_cap, "--table-cap")
         if not tables.cap_tables(module, cap):
