@@ -30,6 +30,7 @@ from zplan.runtime.detect import find_units
 from zplan.runtime.deterministic import be_deterministic
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.groups import Asked, Parameters, read_optimizer
+from zplan.runtime.guards import guard_state_dicts, refuse_unless_whole
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.in_backward import InBackward
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
@@ -122,6 +123,7 @@ class Engine(nn.Module):
             bound=() if weights is None else weights.names,
         )
         self.trained = [u for u in self.units if not u.placement.frozen]
+        self.frozen = [u for u in self.units if u.placement.frozen]
         move_buffers(model, mesh.device)
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
@@ -149,6 +151,7 @@ class Engine(nn.Module):
         self.uncompile = compile_forwards(compiled) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.hooks.ahead = training.prefetch_numel if training.overlap else 0
+        self.guards = guard_state_dicts(model, self.units, sharded=shards_states(self.choice))
         self.on_phase = LISTENERS[-1] if LISTENERS else None
         self.breakdown = breakdown_of(training, self.collectives, self.streams)
         self.telling = telling_of(self, training)
@@ -249,14 +252,29 @@ class Engine(nn.Module):
             self.hooks.empty_backward()
             return
         self.hooks.look_for_uses(loss)
+        self._check_frozen()
         total = loss if num_tokens is None else loss * num_tokens
-        with nullcontext() if self.breakdown is None else self.breakdown.span("backward"):
+        with (
+            self.hooks.asking(),
+            nullcontext() if self.breakdown is None else self.breakdown.span("backward"),
+        ):
             if self.optimizer.scaler is None:
                 total.backward(retain_graph=retain_graph)
             else:
                 # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
                 # since fp16 ends at 65,504.
                 total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
+
+    def _check_frozen(self) -> None:
+        """Raise where a parameter that has no states was unfrozen."""
+        for unit in self.frozen:
+            for p, row in zip(unit.params, unit.placement.unit.params, strict=True):
+                if p.requires_grad:
+                    raise ZplanError(
+                        f"`{row.name}` was frozen when the engine was made, so that it has no optimizer states, and "
+                        "requires a gradient now",
+                        "leave it trainable for `zplan.initialize`, in a group of its own with an `lr` of 0 at first",
+                    )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -454,13 +472,7 @@ class Engine(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Refused outside `summon` where parameters are not whole."""
-        if any(not u.open for u in self.units):
-            raise ZplanError(
-                "`state_dict()` outside `zplan.summon`: this rank holds "
-                f"{sum(u.placement.owned_numel for u in self.units):,} of "
-                f"{sum(u.layout.numel for u in self.units):,} parameters",
-                "use `with zplan.summon(model): model.state_dict()`",
-            )
+        refuse_unless_whole(self.units)
         return self.module.state_dict(*args, **kwargs)
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
@@ -575,6 +587,8 @@ class Engine(nn.Module):
                 self.replicas.look_back()
         finally:
             self.hooks.close()
+            for handle in self.guards:
+                handle.remove()
             self.collectives.watchdog.stop()
             if self.uncompile is not None:
                 self.uncompile()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zplan.planner.buffers import buffer_lines
 from zplan.planner.config import Choice
+from zplan.planner.errors import ZplanError
 from zplan.planner.ledger import Ledger, merge
 from zplan.planner.models import Param, Unit
 from zplan.planner.placement import place_units
@@ -203,7 +204,15 @@ def test_integer_parameters_keep_their_dtype(run_ranks):
 
 
 def test_a_model_with_nothing_to_train_is_refused():
-    from zplan.planner.errors import ZplanError
-
     with pytest.raises(ZplanError, match="no parameters to train"):
         initialize(model=nn.Linear(3, 3).requires_grad_(requires_grad=False), config=w.config(0))
+
+
+def test_a_parameter_unfrozen_later_is_refused():
+    """It has no states, and its gradient would go nowhere."""
+    engine, *_ = initialize(model=Net("none"), config=m.config(0))
+    engine.module.layers[0].requires_grad_()
+    with pytest.raises(ZplanError, match=r"`layers.0.norm.weight` was frozen when the engine was made") as refused:
+        engine.backward(engine(**m.tokens(0, 0, 0)))
+    assert "a group of its own" in (refused.value.hint or "")
+    engine.close()
