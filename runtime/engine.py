@@ -157,6 +157,8 @@ class Engine(nn.Module):
         self.telling = telling_of(self, training)
         self.global_steps = 0
         self.global_samples = 0
+        self._graph_kept = False
+        """The last backward was one with `retain_graph`."""
         self.checkpoints = Checkpoints(self)
         self.undo_deterministic = be_deterministic(compiled=self.choice.compile) if self.choice.deterministic else None
         self.closed = False
@@ -245,7 +247,9 @@ class Engine(nn.Module):
             self._compare_replicas()  # after this backward no unit is whole until the next forward
             if self.scheduler is not None:
                 self.scheduler.before_step()
-        self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
+        # A further loss of a forward needs the graph that the one before it kept.
+        self.optimizer.weigh(num_tokens, again=self._graph_kept and not self.reducer.forwarded)
+        self._graph_kept = retain_graph
         self.sentinels.hide()
         self.hooks.phase("backward.loss")
         if num_tokens == 0:
