@@ -8,11 +8,11 @@ from typing import Any
 import any_model as m
 import pytest
 import torch
-from test_models_flow import Net
+from test_models_flow import WIDTH, Net
 from torch import Tensor, nn
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.initialize import initialize
+from zplan.runtime.initialize import initialize, meta_init
 
 HERE = "test_models_truth"
 
@@ -139,3 +139,17 @@ def counts(rank: int, world_size: int) -> tuple[int, torch.dtype, int, float]:
 def test_buffers_keep_their_dtype_and_what_forward_does_to_them(run_ranks):
     for calls, dtype, batches, moved in run_ranks(2, counts):
         assert calls == 10 and batches == 10 and dtype == torch.float32 and moved > 0
+
+
+def test_torchs_recurrent_and_attention_modules_on_meta():
+    """They keep weak references to their weights, and call their rule `_reset_parameters`."""
+    with meta_init():
+        model = nn.ModuleList([nn.GRU(WIDTH, WIDTH), nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0)])
+    engine, *_ = initialize(model=model, config=m.config(0), seed=3)
+    x = torch.randn(m.SEQ, 2, WIDTH)
+    for _ in range(2):
+        engine.backward(model[1](model[0](x)[0]).square().mean())
+        engine.step()
+    assert engine.grad_norm.isfinite() and all(p.std().item() > 0 for p in model.parameters() if p.dim() > 1)
+    assert all(ref() is p for ref, p in zip(model[0]._flat_weight_refs, model[0].parameters(), strict=True))
+    engine.close()
