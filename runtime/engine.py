@@ -255,6 +255,8 @@ class Engine(nn.Module):
         if num_tokens == 0:
             self.hooks.empty_backward()
             return
+        if self.hooks.spans is not None:
+            self._check_own()
         self.hooks.look_for_uses(loss)
         self._check_frozen()
         total = loss if num_tokens is None else loss * num_tokens
@@ -268,6 +270,16 @@ class Engine(nn.Module):
                 # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
                 # since fp16 ends at 65,504.
                 total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
+
+    def _check_own(self) -> None:
+        """Raise where something came into the model that this engine does not train. Walks all of its modules."""
+        own = {id(p) for u in self.units for p in u.params}
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and id(p) not in own:
+                raise ZplanError(
+                    f"`{name}` came into the model after `zplan.initialize`, so that nothing trains it",
+                    "resize embeddings and add adapters before `initialize`",
+                )
 
     def _check_frozen(self) -> None:
         """Raise where a parameter that has no states was unfrozen."""
@@ -470,6 +482,7 @@ class Engine(nn.Module):
             How long to wait for the other ranks before saying which is missing.
         """
         self._settled()
+        self._check_own()
         if grads and self.in_backward is not None:
             raise self.in_backward.refusal("`summon(grads=True)`", "finds no gradients: they are applied as they land")
         return Summoned(self, module or self.module, grads=grads, optim=optim, write=write, timeout_s=timeout_s)

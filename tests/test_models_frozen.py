@@ -216,3 +216,14 @@ def test_a_parameter_unfrozen_later_is_refused():
         engine.backward(engine(**m.tokens(0, 0, 0)))
     assert "a group of its own" in (refused.value.hint or "")
     engine.close()
+
+
+def test_a_parameter_that_comes_later_is_refused():
+    """As `resize_token_embeddings` makes one."""
+    engine, *_ = initialize(model=Net("none"), config=m.config(0))
+    engine.module.embed = nn.Embedding(m.VOCAB + 3, WIDTH)
+    with pytest.raises(ZplanError, match=r"`embed.weight` came into the model after `zplan.initialize`"):
+        engine.backward(engine(**m.tokens(0, 0, 0)))
+    with pytest.raises(ZplanError, match=r"`embed.weight` came into the model after"):
+        engine.summon()
+    engine.close()
