@@ -236,6 +236,8 @@ class Engine(nn.Module):
         learning rate is what it is now.
         """
         self._settled()
+        if num_tokens is None or num_tokens != 0:
+            _check_loss(loss)
         with nullcontext() if self.in_backward is None else self.in_backward.backward(retain_graph=retain_graph):
             self._backward(loss, num_tokens, retain_graph=retain_graph)
         self.sentinels.show()
@@ -630,6 +632,19 @@ class Engine(nn.Module):
         self._alive()
         if self.in_backward is not None:
             self.in_backward.check_last_step(self.global_steps)
+
+
+def _check_loss(loss: object) -> None:
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        return
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {tuple(loss.shape)}" if loss.numel() != 1 else "one that no parameter leads to"
+    raise ZplanError(
+        f"`backward` needs one loss with a graph and got {what}",
+        "take the mean of several; on a rank that has nothing to learn from pass `num_tokens=0`, or add "
+        "`0.0 * output.sum()`",
+    )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -218,6 +218,13 @@ def test_a_parameter_unfrozen_later_is_refused():
     engine.close()
 
 
+def test_two_parameters_in_one_storage_are_refused():
+    model = Net("none")
+    model.head.weight.data = model.embed.weight.data
+    with pytest.raises(ZplanError, match=r"`head.weight` and `embed.weight` are two parameters in one storage"):
+        initialize(model=model, config=m.config(0))
+
+
 def test_a_parameter_that_comes_later_is_refused():
     """As `resize_token_embeddings` makes one."""
     engine, *_ = initialize(model=Net("none"), config=m.config(0))

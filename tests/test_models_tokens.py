@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import any_model as m
@@ -94,6 +95,22 @@ def test_every_token_weighs_the_same(run_ranks):
             np.testing.assert_allclose(result[stage][0], norms, rtol=5e-6)
             for name, value in params.items():
                 np.testing.assert_allclose(result[stage][1][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("vector", "a tensor of shape (2, 8)"), ("constant", "one that no parameter leads to"), ("none", "a NoneType")],
+)
+def test_a_loss_without_backward_is_refused_with_the_way_out(part, said):
+    engine, *_ = initialize(model=Net("logits"), config=m.config(0))
+    scores = engine(**m.tokens(0, 0, 0))["logits"].sum(-1)
+    loss = {"vector": scores, "constant": scores.sum().detach(), "none": None}[part]
+    with pytest.raises(ZplanError, match=re.escape(f"needs one loss with a graph and got {said}")) as refused:
+        engine.backward(loss)
+    assert "num_tokens=0" in (refused.value.hint or "")
+    engine.backward(scores.mean())
+    engine.step()
+    engine.close()
 
 
 def test_tokens_for_some_micro_steps_only_are_refused():
