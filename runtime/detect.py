@@ -38,8 +38,12 @@ class Found:
 
 
 KNOWN_CLASSES = ("zplan.runtime.decoder", "transformers.models.")
-"""Where models come from whose embeddings and heads are read by their own forward alone, unless they are tied. In other
-models a weight may be used by hand (`x @ embed.weight.T`), which asks for a resident unit."""
+"""Where models come from whose heads, and embeddings of names in `TABLES`, are read by their own forward alone, unless
+they are tied. Elsewhere a weight may be used by hand (`x @ embed.weight.T`, `query_embed.weight.unsqueeze(0)`), which
+asks for a resident unit."""
+
+TABLES = ("embed", "positions", "embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")
+"""Tables of tokens and positions, as decoders of `KNOWN_CLASSES` call them."""
 
 PLAIN_CLASSES = ("torch.nn.", "zplan.runtime.decoder")
 """Where their embeddings and linear layers come from."""
@@ -90,7 +94,7 @@ def find_units(
             kind = "other"
         f = _own(name, kind, module, params, owner, groups or {})
         plain = isinstance(module, (nn.Embedding, nn.Linear)) and type(module).__module__.startswith(PLAIN_CLASSES)
-        if known and kind in ("embed", "head") and plain:
+        if known and plain and (kind == "head" or (kind == "embed" and name.rpartition(".")[2] in TABLES)):
             f.unit = f.unit._replace(guest=True)
         if f.params or f.frozen or f.reads:
             found.append(f)
@@ -172,10 +176,20 @@ def _listed_blocks(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(path.startswith(outer + ".") for outer in inside):
             continue
-        if len(module) > 1 and sum(p.numel() for p in module.parameters()) >= LIST_SHARE * total:
+        called = dict(_called(path, module))
+        if len(called) > 1 and sum(p.numel() for p in module.parameters()) >= LIST_SHARE * total:
             inside.append(path)
-            blocks.update((_join(path, name), child) for name, child in module.named_children())
+            blocks.update(called)
     return blocks
+
+
+def _called(path: str, holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children of a list, those of a list in it in their place: no list is ever called."""
+    for name, child in holder.named_children():
+        if isinstance(child, CONTAINERS):
+            yield from _called(_join(path, name), child)
+        else:
+            yield _join(path, name), child
 
 
 def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

@@ -30,6 +30,7 @@ from zplan.runtime.detect import find_units
 from zplan.runtime.deterministic import be_deterministic
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.groups import Asked, Parameters, read_optimizer
+from zplan.runtime.guards import guard_state_dicts, refuse_unless_whole
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.in_backward import InBackward
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
@@ -122,6 +123,7 @@ class Engine(nn.Module):
             bound=() if weights is None else weights.names,
         )
         self.trained = [u for u in self.units if not u.placement.frozen]
+        self.frozen = [u for u in self.units if u.placement.frozen]
         move_buffers(model, mesh.device)
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
@@ -150,11 +152,14 @@ class Engine(nn.Module):
         self.uncompile = compile_forwards(compiled) if self.choice.compile else None
         self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
         self.hooks.ahead = training.prefetch_numel if training.overlap else 0
+        self.guards = guard_state_dicts(model, self.units, sharded=shards_states(self.choice))
         self.on_phase = LISTENERS[-1] if LISTENERS else None
         self.breakdown = breakdown_of(training, self.collectives, self.streams)
         self.telling = telling_of(self, training)
         self.global_steps = 0
         self.global_samples = 0
+        self._graph_kept = False
+        """The last backward was one with `retain_graph`."""
         self.checkpoints = Checkpoints(self)
         self.undo_deterministic = be_deterministic(compiled=self.choice.compile) if self.choice.deterministic else None
         self.closed = False
@@ -232,6 +237,8 @@ class Engine(nn.Module):
         learning rate is what it is now.
         """
         self._settled()
+        if num_tokens is None or num_tokens != 0:
+            _check_loss(loss)
         with nullcontext() if self.in_backward is None else self.in_backward.backward(retain_graph=retain_graph):
             self._backward(loss, num_tokens, retain_graph=retain_graph)
         self.sentinels.show()
@@ -243,21 +250,50 @@ class Engine(nn.Module):
             self._compare_replicas()  # after this backward no unit is whole until the next forward
             if self.scheduler is not None:
                 self.scheduler.before_step()
-        self.optimizer.weigh(num_tokens, again=not self.reducer.forwarded)
+        # A further loss of a forward needs the graph that the one before it kept.
+        self.optimizer.weigh(num_tokens, again=self._graph_kept and not self.reducer.forwarded)
+        self._graph_kept = retain_graph
         self.sentinels.hide()
         self.hooks.phase("backward.loss")
         if num_tokens == 0:
             self.hooks.empty_backward()
             return
+        if self.hooks.spans is not None:
+            self._check_own()
         self.hooks.look_for_uses(loss)
+        self._check_frozen()
         total = loss if num_tokens is None else loss * num_tokens
-        with nullcontext() if self.breakdown is None else self.breakdown.span("backward"):
+        with (
+            self.hooks.asking(),
+            nullcontext() if self.breakdown is None else self.breakdown.span("backward"),
+        ):
             if self.optimizer.scaler is None:
                 total.backward(retain_graph=retain_graph)
             else:
                 # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
                 # since fp16 ends at 65,504.
                 total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
+
+    def _check_own(self) -> None:
+        """Raise where something came into the model that this engine does not train. Walks all of its modules."""
+        own = {id(p) for u in self.units for p in u.params}
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and id(p) not in own:
+                raise ZplanError(
+                    f"`{name}` came into the model after `zplan.initialize`, so that nothing trains it",
+                    "resize embeddings and add adapters before `initialize`",
+                )
+
+    def _check_frozen(self) -> None:
+        """Raise where a parameter that has no states was unfrozen."""
+        for unit in self.frozen:
+            for p, row in zip(unit.params, unit.placement.unit.params, strict=True):
+                if p.requires_grad:
+                    raise ZplanError(
+                        f"`{row.name}` was frozen when the engine was made, so that it has no optimizer states, and "
+                        "requires a gradient now",
+                        "leave it trainable for `zplan.initialize`, in a group of its own with an `lr` of 0 at first",
+                    )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -450,19 +486,14 @@ class Engine(nn.Module):
             How long to wait for the other ranks before saying which is missing.
         """
         self._settled()
+        self._check_own()
         if grads and self.in_backward is not None:
             raise self.in_backward.refusal("`summon(grads=True)`", "finds no gradients: they are applied as they land")
         return Summoned(self, module or self.module, grads=grads, optim=optim, write=write, timeout_s=timeout_s)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Refused outside `summon` where parameters are not whole."""
-        if any(not u.open for u in self.units):
-            raise ZplanError(
-                "`state_dict()` outside `zplan.summon`: this rank holds "
-                f"{sum(u.placement.owned_numel for u in self.units):,} of "
-                f"{sum(u.layout.numel for u in self.units):,} parameters",
-                "use `with zplan.summon(model): model.state_dict()`",
-            )
+        refuse_unless_whole(self.units)
         return self.module.state_dict(*args, **kwargs)
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
@@ -577,6 +608,8 @@ class Engine(nn.Module):
                 self.replicas.look_back()
         finally:
             self.hooks.close()
+            for handle in self.guards:
+                handle.remove()
             self.collectives.watchdog.stop()
             if self.uncompile is not None:
                 self.uncompile()
@@ -601,6 +634,19 @@ class Engine(nn.Module):
         self._alive()
         if self.in_backward is not None:
             self.in_backward.check_last_step(self.global_steps)
+
+
+def _check_loss(loss: object) -> None:
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        return
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {tuple(loss.shape)}" if loss.numel() != 1 else "one that no parameter leads to"
+    raise ZplanError(
+        f"`backward` needs one loss with a graph and got {what}",
+        "take the mean of several; on a rank that has nothing to learn from pass `num_tokens=0`, or add "
+        "`0.0 * output.sum()`",
+    )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,16 @@
 """Initial values for modules that were built on the meta device, by the model's own rules, equal on all ranks.
 
 A module's rule is `_init_weights(module)` of the nearest module around it that has one (transformers' convention, which
-fills buffers such as rotary tables too), else its own `reset_parameters()`. Each unit draws from a seed of its own.
+fills buffers such as rotary tables too), else its own `reset_parameters()`, or `_reset_parameters()` as torch's
+attention calls it. Each unit draws from a seed of its own.
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +62,7 @@ class Fresh:
 
     def _fill(self, module: nn.Module, own: list[nn.Parameter]) -> None:
         rule = self.rules.get(module)
-        reset = getattr(module, "reset_parameters", None)
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if rule is None and reset is None:
             where = self.names.get(module) or "the model"
             raise ZplanError(
@@ -94,6 +97,16 @@ class Fresh:
                 f"buffer `{name}` was built on the meta device and nothing fills it",
                 "build the module's buffers on a real device, or fill them before `zplan.initialize`",
             )
+
+    @contextmanager
+    def unreferenced(self) -> Iterator[None]:
+        """Recurrent modules keep weak references to their weights, which can't be swapped while there are any."""
+        held = [m for m in self.model.modules() if isinstance(m, nn.RNNBase) and any(p.is_meta for p in m.parameters())]
+        for module in held:
+            module._flat_weight_refs = []
+        yield
+        for module in held:
+            module._flat_weight_refs = [weakref.ref(w) if w is not None else None for w in module._flat_weights]
 
     def _seeded(self, name: str) -> _Seeded:
         return _Seeded(self.device, self.seed + zlib.crc32(name.encode()))

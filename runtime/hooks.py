@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,10 @@ from zplan.planner.errors import ZplanError
 from zplan.runtime.calls import Call, Calls, Schedule
 from zplan.runtime.detect import Found
 from zplan.runtime.gatherer import Gatherer
+from zplan.runtime.outputs import leaving
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.unit import FlatUnit, Slot
-from zplan.runtime.uses import Spans, uses_outside
+from zplan.runtime.uses import Spans, leaves_alone, uses_outside
 
 PhaseListener = Callable[[str], None]
 
@@ -64,6 +66,10 @@ class Hooks:
         self.training = False
         """In a forward of the whole model that backward will follow."""
         self.in_task = False
+        self.asked = False
+        """In `engine.backward`."""
+        self.looking = False
+        """In a backward that gives parameters no gradients."""
         self.begun: set[str] = set()
         self.early: set[FlatUnit] = set()
         """Units that are used outside their modules' forward: gathered right after the step."""
@@ -74,11 +80,17 @@ class Hooks:
         self.on_phase: PhaseListener | None = None
         self.last = found[-1].unit.name if found else ""
         self.handles: list[RemovableHandle] = []
-        self.handles.append(model.register_forward_pre_hook(lambda *_: self._start_forward()))
-        for f in found:
+        # Before the users' own, which may read weights, and so the last to be registered is the first to run. `m is`:
+        # `copy.deepcopy` copies hooks along, and the copy is nobody's.
+        for f in reversed(found):
             self._register(f)
         self.handles.append(
-            model.register_forward_hook(lambda _m, _a, out: self._end_forward(failed=out is None), always_call=True)
+            model.register_forward_pre_hook(lambda m, _: self._start_forward() if m is model else None, prepend=True)
+        )
+        self.handles.append(
+            model.register_forward_hook(
+                lambda m, _, out: self._end_forward(failed=out is None) if m is model else None, always_call=True
+            )
         )
 
     def close(self) -> None:
@@ -88,6 +100,15 @@ class Hooks:
         for unit in self.flat.values():
             for p in unit.params:
                 give_gradient_to(p, None)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around what is a backward of the loss for certain."""
+        self.asked = True
+        try:
+            yield
+        finally:
+            self.asked = False
 
     def phase(self, name: str) -> None:
         if self.on_phase is not None:
@@ -101,9 +122,18 @@ class Hooks:
     # --- registration ------------------------------------------------------------------------------------------------
 
     def _register(self, f: Found) -> None:
-        name = f.unit.name
-        self.handles.append(f.module.register_forward_pre_hook(lambda *_: self._pre_forward(name)))
-        self.handles.append(f.module.register_forward_hook(lambda _m, _a, out: self._post_forward(name, out)))
+        name, module = f.unit.name, f.module
+
+        def pre_forward(m: nn.Module, _args: Any) -> None:
+            if m is module:
+                self._pre_forward(name)
+
+        def post_forward(m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            if m is module:
+                self._post_forward(name, out, (args, kwargs))
+
+        self.handles.append(module.register_forward_pre_hook(pre_forward, prepend=True))
+        self.handles.append(module.register_forward_hook(post_forward, with_kwargs=True))
         if name in self.flat:
             unit = self.flat[name]
             for i, p in enumerate(unit.params):
@@ -147,13 +177,22 @@ class Hooks:
             seen = [text.split("\n") if text else [] for text in collectives.exchange("\n".join(self.schedule.ran))]
             self.schedule.settle(seen, collectives.mesh.rank)
             self.last = next((n for n in reversed(self.schedule.order) if n in self.schedule.ran), self.last)
-            self.order_reduces()
+            # What no rank has run may be read by hand where the graph does not show it, in a reentrant checkpoint.
+            ran = {name for names in seen for name in names}
+            resident = (u for u in self.gatherer.units if u.slot is None)
+            self._expect_anywhere(u for u in resident if ran.isdisjoint(self.users[u.name]))
         self.schedule.start_backward()
 
     def order_reduces(self) -> None:
         """Reduce last units first, and those that are used outside their modules after all others."""
         units = [self.flat[n] for n in dict.fromkeys(self.schedule.order) if n in self.flat]
         self.reducer.order = sorted(reversed(units), key=lambda u: u in self.deferred)
+
+    def _expect_anywhere(self, units: Iterable[FlatUnit]) -> None:
+        """From now on keep these readable outside their modules, and take their gradients at any time in backward."""
+        self.early.update(units)
+        self.deferred.update(u for u in self.early if u.name in self.flat)
+        self.order_reduces()
 
     def open_early(self) -> None:
         """After a step: make whole again what is read outside its module, perhaps before the next forward begins."""
@@ -175,8 +214,7 @@ class Hooks:
                     f'pass `resident=["{unit.name}"]` (or a pattern such as `layers.*`) to `zplan.initialize`; '
                     "for an L1 or L2 term call `engine.penalty(l1=..., l2=...)`",
                 )
-        self.early = self.deferred = set(outside.values())
-        self.order_reduces()
+        self._expect_anywhere(outside.values())
 
     def _pre_forward(self, name: str) -> None:
         if in_backward():
@@ -242,8 +280,9 @@ class Hooks:
     def _waiting_call(self, name: str) -> Call:
         return self.calls.begin(name, hidden=not torch.is_grad_enabled())
 
-    def _post_forward(self, name: str, output: Any) -> None:
+    def _post_forward(self, name: str, output: Any, given: Any) -> None:
         if in_backward():
+            self._reopen_for(name, output, given)
             return
         if self.spans is not None:
             self.spans.leave(name)
@@ -253,7 +292,7 @@ class Hooks:
             if last == name:
                 break
         if call is not None:
-            tensors = () if call.hidden else tuple(t for t in _tensors(output) if t.requires_grad)
+            tensors = () if call.hidden else leaving(output, given)
             if tensors or call.hidden:
                 self.calls.end(call)
             for tensor in tensors:
@@ -264,6 +303,12 @@ class Hooks:
             )
         if name == self.last:
             self.phase("loss")
+
+    def _reopen_for(self, name: str, output: Any, given: Any) -> None:
+        """After a recompute: where one recompute runs several units, a later one may take this one's slot."""
+        if torch.is_grad_enabled() and any(unit.slot is not None for unit in self.own[name]):
+            for tensor in leaving(output, given):
+                tensor.register_hook(lambda _g: self._open(name, backward=True))
 
     def _read(self, name: str | None, *, backward: bool) -> Iterator[FlatUnit]:
         """Units whose values a module's forward or backward reads."""
@@ -307,7 +352,9 @@ class Hooks:
 
     def _begin_backward(self, call: Call) -> None:
         self._join_task()
-        if call.begun:
+        if self.looking:
+            self._look(call.unit)
+        if self.looking or call.begun:
             return
         name = call.unit
         self.calls.begin_backward(call)
@@ -357,6 +404,13 @@ class Hooks:
 
     def _landed(self, unit: FlatUnit, index: int) -> None:
         self._join_task()
+        if unit.slot is not None and unit.placement.reads_in_backward and not unit.open:
+            raise ZplanError(
+                f"parameter `{unit.layout.entries[index].name}` got a gradient while its unit `{unit.name}` was not "
+                "gathered: something left the unit's forward unseen, as a closure or a hook's copy of what is inside",
+                f'return it from the forward of `{unit.name}`, or pass `resident=["{unit.name}"]` to '
+                "`zplan.initialize`",
+            )
         if self.reducer.reduced(unit):
             raise ZplanError(
                 f"parameter `{unit.layout.entries[index].name}` got a gradient after its unit had been reduced: "
@@ -379,11 +433,33 @@ class Hooks:
 
     def _join_task(self) -> None:
         """Once per backward: be told when it ends."""
-        if not self.in_task:
-            self.reducer.check_due()
-            self.in_task = True
-            self.reducer.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        if self.in_task or self.looking:
+            return
+        if not self.asked and leaves_alone(p for u in self.flat.values() for p in u.params):
+            self.looking = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_look)
+            return
+        self.reducer.check_due()
+        self.in_task = True
+        self.reducer.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _look(self, name: str) -> None:
+        """`torch.autograd.grad` comes to a unit: it reads weights and lands nothing."""
+        if torch.is_grad_enabled() and any(unit.slot is not None for unit in self.own[name]):
+            raise ZplanError(
+                f"`create_graph=True` through `{name}`, whose weights are not there when that graph is gone through",
+                f'pass `resident=["{name}"]` (or a pattern such as `layers.*`) to `zplan.initialize`, or train below '
+                "stage 3",
+            )
+        self._open(name, backward=True)
+
+    def _end_look(self) -> None:
+        """Back to whatever runs around it, which may be the forward of a unit."""
+        self.looking = False
+        self._release_all()
+        for name, _ in self.running:
+            self._open(name)
 
     def empty_backward(self) -> None:
         """A backward of nothing: take part in what the other ranks do in theirs."""
@@ -414,18 +490,3 @@ def _take(unit: weakref.ref[FlatUnit], index: int, grad: Tensor) -> None:
     owner = unit()
     assert owner is not None, "a gradient without a unit"
     owner.take_grad(index, grad)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Tensors of a module's output, however it packs them."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-    elif hasattr(output, "__dataclass_fields__"):
-        for key in output.__dataclass_fields__:
-            yield from _tensors(getattr(output, key))

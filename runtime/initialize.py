@@ -97,6 +97,7 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
     engine = None
     try:
         _say_if_reserved_may_grow(mesh)
+        _refuse_used(model)
         training = _training_config(config, model, mesh)
         if lr_scheduler is not None and training.schedule is not None:
             raise ZplanError("both the config's `scheduler` and `lr_scheduler` are given", "drop one of the two")
@@ -121,6 +122,27 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
         (mesh if engine is None else engine).close()
         raise
     return engine, engine.optimizer, loader, engine.scheduler
+
+
+def _refuse_used(model: nn.Module) -> None:
+    """Raise where another engine has the parameters, or left no values in them; or where one storage has two."""
+    taken = {id(p) for engine in OPEN for p in engine.module.parameters()}
+    storages: dict[tuple[torch.device, int], str] = {}
+    for name, p in model.named_parameters():
+        if p.numel() and not p.is_meta and type(p) is nn.Parameter:
+            other = storages.setdefault((p.device, p.data_ptr()), name)
+            if other != name and id(p) not in taken:
+                raise ZplanError(
+                    f"`{name}` and `{other}` are two parameters in one storage, which would be two apart",
+                    "tie them as one parameter (`head.weight = embed.weight`), or give one a copy",
+                )
+        if id(p) in taken:
+            raise ZplanError(f"`{name}` is trained by another engine, which is still open", "call its `close()` first")
+        if p.dim() and p.numel() > 1 and not any(p.stride()) and bool(p.flatten()[0].isnan()):
+            raise ZplanError(
+                f"`{name}` has no values: an engine that kept a part of it was closed",
+                "close it inside summon, which leaves the model whole: `with zplan.summon(model): engine.close()`",
+            )
 
 
 def _say_if_reserved_may_grow(mesh: Mesh) -> None:

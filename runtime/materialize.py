@@ -66,21 +66,22 @@ def materialize(  # noqa: PLR0913  the engine's parts
     rows = {unit.name: (f, params) for f in found for unit, params in f.segments()}
     fresh = Fresh(model, arena.device, seed)
     units = []
-    for p in placements:
-        f, params = rows[p.unit.name]
-        unit = FlatUnit(p, params, mesh.rank)
-        if p.ringed:
-            unit.slot = ring[p.ring, p.slot]
-        full = None
-        if any(row.name not in bound for row in p.unit.params):
-            full = _full_values(f, unit, arena.device, init, fresh, bound)
-        for row, q in zip(p.unit.params, params, strict=True):
-            check_device(row.name, q, arena.device)
-        _cut(unit, full, choice, arena, mesh)
-        del full
-        unit.make_views(_dtype(unit, choice), arena, closes=shards_states(choice) and p.closes)
-        _hand_over(unit, arena.device)
-        units.append(unit)
+    with fresh.unreferenced():
+        for p in placements:
+            f, params = rows[p.unit.name]
+            unit = FlatUnit(p, params, mesh.rank)
+            if p.ringed:
+                unit.slot = ring[p.ring, p.slot]
+            full = None
+            if any(row.name not in bound for row in p.unit.params):
+                full = _full_values(f, unit, arena.device, init, fresh, bound)
+            for row, q in zip(p.unit.params, params, strict=True):
+                check_device(row.name, q, arena.device)
+            _cut(unit, full, choice, arena, mesh)
+            del full
+            unit.make_views(_dtype(unit, choice), arena, closes=shards_states(choice) and p.closes)
+            _hand_over(unit, arena.device)
+            units.append(unit)
     fresh.fill_buffers()
     return units
 

@@ -140,7 +140,7 @@ class Summoned:
                 if self.write:
                     self._take_in(i)
                 u.summoned = False
-                if self.copies[i] is not None:
+                if self.copies[i] is not None and not self.engine.closed:
                     u.hide()
             if self.write:
                 self._take_in_states()

@@ -6,10 +6,12 @@ was used; the sequence numbers that autograd gives to nodes say whether a call o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from zplan.runtime.unit import FlatUnit
 
@@ -55,3 +57,11 @@ def uses_outside(
                 if not any(spans.covers(name, node._sequence_nr()) for name in readers[unit.name]):
                     found[unit.layout.entries[index].name] = unit
     return found
+
+
+def leaves_alone(params: Iterable[nn.Parameter]) -> bool:
+    """Whether the backward that runs now gives none of these a gradient, as `torch.autograd.grad` does."""
+    try:
+        return not any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in params if p.requires_grad)
+    except RuntimeError:  # what is asked for are parameters' own gradients, which are returned and not kept
+        return True

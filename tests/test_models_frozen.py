@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zplan.planner.buffers import buffer_lines
 from zplan.planner.config import Choice
+from zplan.planner.errors import ZplanError
 from zplan.planner.ledger import Ledger, merge
 from zplan.planner.models import Param, Unit
 from zplan.planner.placement import place_units
@@ -203,7 +204,33 @@ def test_integer_parameters_keep_their_dtype(run_ranks):
 
 
 def test_a_model_with_nothing_to_train_is_refused():
-    from zplan.planner.errors import ZplanError
-
     with pytest.raises(ZplanError, match="no parameters to train"):
         initialize(model=nn.Linear(3, 3).requires_grad_(requires_grad=False), config=w.config(0))
+
+
+def test_a_parameter_unfrozen_later_is_refused():
+    """It has no states, and its gradient would go nowhere."""
+    engine, *_ = initialize(model=Net("none"), config=m.config(0))
+    engine.module.layers[0].requires_grad_()
+    with pytest.raises(ZplanError, match=r"`layers.0.norm.weight` was frozen when the engine was made") as refused:
+        engine.backward(engine(**m.tokens(0, 0, 0)))
+    assert "a group of its own" in (refused.value.hint or "")
+    engine.close()
+
+
+def test_two_parameters_in_one_storage_are_refused():
+    model = Net("none")
+    model.head.weight.data = model.embed.weight.data
+    with pytest.raises(ZplanError, match=r"`head.weight` and `embed.weight` are two parameters in one storage"):
+        initialize(model=model, config=m.config(0))
+
+
+def test_a_parameter_that_comes_later_is_refused():
+    """As `resize_token_embeddings` makes one."""
+    engine, *_ = initialize(model=Net("none"), config=m.config(0))
+    engine.module.embed = nn.Embedding(m.VOCAB + 3, WIDTH)
+    with pytest.raises(ZplanError, match=r"`embed.weight` came into the model after `zplan.initialize`"):
+        engine.backward(engine(**m.tokens(0, 0, 0)))
+    with pytest.raises(ZplanError, match=r"`embed.weight` came into the model after"):
+        engine.summon()
+    engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import any_model as m
@@ -46,7 +47,25 @@ def weighted(rank: int, world_size: int) -> dict[int, Any]:
             norms.append(engine.grad_norm.item())
         out[stage] = norms, m.whole(engine)
         engine.close()
+    out[4] = held(rank)
     return out
+
+
+def held(rank: int) -> tuple[list[float], dict[str, Any]]:
+    """The same batches as two forwards and then two backward calls of one micro-step."""
+    engine, *_ = initialize(model=Net("logits"), config=m.config(3), checked=True)
+    norms = []
+    for step in range(STEPS):
+        (one, n), (two, k) = (counted(step, rank, i) for i in range(ACCUMULATION))
+        losses = mean_loss(engine, one), mean_loss(engine, two)
+        with engine.no_sync():
+            engine.backward(losses[0], num_tokens=n)
+        engine.backward(losses[1], num_tokens=k)
+        engine.step()
+        norms.append(engine.grad_norm.item())
+    params = m.whole(engine)
+    engine.close()
+    return norms, params
 
 
 def weighted_reference(world_size: int) -> tuple[list[float], dict[str, Any]]:
@@ -72,10 +91,26 @@ def weighted_reference(world_size: int) -> tuple[list[float], dict[str, Any]]:
 def test_every_token_weighs_the_same(run_ranks):
     norms, params = weighted_reference(2)
     for result in run_ranks(2, weighted):
-        for stage in range(4):
+        for stage in range(5):
             np.testing.assert_allclose(result[stage][0], norms, rtol=5e-6)
             for name, value in params.items():
                 np.testing.assert_allclose(result[stage][1][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("vector", "a tensor of shape (2, 8)"), ("constant", "one that no parameter leads to"), ("none", "a NoneType")],
+)
+def test_a_loss_without_backward_is_refused_with_the_way_out(part, said):
+    engine, *_ = initialize(model=Net("logits"), config=m.config(0))
+    scores = engine(**m.tokens(0, 0, 0))["logits"].sum(-1)
+    loss = {"vector": scores, "constant": scores.sum().detach(), "none": None}[part]
+    with pytest.raises(ZplanError, match=re.escape(f"needs one loss with a graph and got {said}")) as refused:
+        engine.backward(loss)
+    assert "num_tokens=0" in (refused.value.hint or "")
+    engine.backward(scores.mean())
+    engine.step()
+    engine.close()
 
 
 def test_tokens_for_some_micro_steps_only_are_refused():

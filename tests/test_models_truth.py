@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import any_model as m
 import pytest
 import torch
-from test_models_flow import Net
+from test_models_flow import WIDTH, Net
 from torch import Tensor, nn
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.initialize import initialize
+from zplan.runtime.initialize import initialize, meta_init
 
 HERE = "test_models_truth"
 
@@ -26,6 +27,14 @@ def ties(model: nn.Module) -> set[frozenset[str]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         found.setdefault(p.data_ptr(), set()).add(name)
     return {frozenset(names) for names in found.values() if len(names) > 1}
+
+
+def _refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    try:
+        call(*args, **options)
+    except ZplanError as error:
+        return str(error)
+    return ""
 
 
 def looks(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -49,12 +58,15 @@ def looks(rank: int, world_size: int) -> list[dict[str, Any]]:
             look("backward")
             engine.step()
             look("step")
-        try:
-            engine.state_dict()
-            refused = ""
-        except ZplanError as error:
-            refused = str(error)
-        engine.close()
+        refused = [_refusal(part.state_dict) for part in (engine, model, model.layers[1])]
+        values = {name: torch.full_like(p, 0.25) for name, p in model.named_parameters(remove_duplicate=False)}
+        refused += [_refusal(model.load_state_dict, values, assign=assign) for assign in (False, True)]
+        with engine.summon(write=True):
+            model.load_state_dict(values)
+            refused.append(_refusal(initialize, model=model, config=m.config(stage)))
+            engine.close()
+        kept = all(bool((p == 0.25).all()) for p in before)
+        moments.append(("closed inside summon", facts(model), kept, ties(model)))
         out.append({"plain": plain, "moments": moments, "refused": refused})
     return out
 
@@ -63,11 +75,14 @@ def looks(rank: int, world_size: int) -> list[dict[str, Any]]:
 def test_a_sharded_model_tells_the_truth_at_every_moment(run_ranks):
     for result in run_ranks(2, looks):
         for stage, r in enumerate(result):
-            assert len(r["moments"]) == 7
+            assert len(r["moments"]) == 8
             for when, told, same, tied in r["moments"]:
                 assert told == r["plain"] and same, (stage, when)
                 assert tied == {frozenset({"embed.weight", "head.weight"})}, (stage, when)
-            assert ("zplan.summon" in r["refused"]) == (stage > 0)
+            *reads, load, assign, again = r["refused"]
+            assert all(("outside `zplan.summon`" in said) == (stage > 0) for said in reads)
+            assert ("summon(model, write=True)" in load) == (stage > 0) and "assign=True" in assign
+            assert "trained by another engine" in again
 
 
 class Mixed(Net):
@@ -124,3 +139,17 @@ def counts(rank: int, world_size: int) -> tuple[int, torch.dtype, int, float]:
 def test_buffers_keep_their_dtype_and_what_forward_does_to_them(run_ranks):
     for calls, dtype, batches, moved in run_ranks(2, counts):
         assert calls == 10 and batches == 10 and dtype == torch.float32 and moved > 0
+
+
+def test_torchs_recurrent_and_attention_modules_on_meta():
+    """They keep weak references to their weights, and call their rule `_reset_parameters`."""
+    with meta_init():
+        model = nn.ModuleList([nn.GRU(WIDTH, WIDTH), nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0)])
+    engine, *_ = initialize(model=model, config=m.config(0), seed=3)
+    x = torch.randn(m.SEQ, 2, WIDTH)
+    for _ in range(2):
+        engine.backward(model[1](model[0](x)[0]).square().mean())
+        engine.step()
+    assert engine.grad_norm.isfinite() and all(p.std().item() > 0 for p in model.parameters() if p.dim() > 1)
+    assert all(ref() is p for ref, p in zip(model[0]._flat_weight_refs, model[0].parameters(), strict=True))
+    engine.close()

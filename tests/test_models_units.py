@@ -56,6 +56,16 @@ def test_a_lists_own_parameters_go_to_the_module_that_is_called():
     assert found["extra"] is model
 
 
+def test_tables_of_transformers_models_that_are_read_by_hand_are_no_guests_of_the_ring():
+    """As DETR's queries and DeBERTa's relative positions are."""
+    model = nn.ModuleDict({name: nn.Embedding(64, 8) for name in ("embed_tokens", "wpe", "query_embed")})
+    model["blocks"] = nn.ModuleList(block() for _ in range(3))
+    assert not any(f.unit.guest for f in find_units(model))
+    model.__class__ = type("Detr", (nn.ModuleDict,), {"__module__": "transformers.models.detr.modeling_detr"})
+    guests = [f.unit.name for f in find_units(model) if f.unit.guest]
+    assert guests == ["embed_tokens", "wpe"]
+
+
 def test_units_by_pattern():
     found = names(TwoStacks(), units=["encoder.blocks.*", "decoder"])
     assert found.count("decoder") == 1 and "encoder.blocks.1" in found and "decoder.blocks.0" not in found

@@ -1,0 +1,59 @@
+"""Refuses `state_dict` of a model, or of a part of it, where parameters are not whole, and `load_state_dict` where what
+it writes would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zplan.planner.errors import ZplanError
+from zplan.runtime.unit import FlatUnit
+
+
+def refuse_unless_whole(units: Sequence[FlatUnit]) -> None:
+    """Raise where parameters of these units show no values."""
+    closed = next((u for u in units if not u.open), None)
+    if closed is not None:
+        raise ZplanError(
+            f"`state_dict()` outside `zplan.summon`: this rank holds {closed.placement.owned_numel:,} of "
+            f"{closed.layout.numel:,} elements of `{closed.name}`",
+            "use `with zplan.summon(model): model.state_dict()`",
+        )
+
+
+def guard_state_dicts(model: nn.Module, units: Sequence[FlatUnit], *, sharded: bool) -> list[RemovableHandle]:
+    """Hooks on every module that has parameters of its own."""
+    owner = {p: u for u in units for p in u.params}
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        mine = list(dict.fromkeys(owner[p] for p in module.parameters(recurse=False) if p in owner))
+        if not mine:
+            continue
+
+        def saving(m: nn.Module, *_: Any, module: nn.Module = module, mine: list[FlatUnit] = mine) -> None:
+            if m is module:
+                refuse_unless_whole(mine)
+
+        def loading(
+            m: nn.Module, _: Any, prefix: str, metadata: Any, *_more: Any,
+            module: nn.Module = module, mine: list[FlatUnit] = mine,
+        ) -> None:  # fmt: skip
+            if m is module:
+                _refuse_loading(mine, assign=metadata.get("assign_to_params_buffers", False), sharded=sharded)
+
+        handles += module.register_state_dict_pre_hook(saving), module.register_load_state_dict_pre_hook(loading)
+    return handles
+
+
+def _refuse_loading(units: Sequence[FlatUnit], *, assign: bool, sharded: bool) -> None:
+    hint = "use `with zplan.summon(model, write=True): model.load_state_dict(...)`, with the same values on every rank"
+    if assign:
+        raise ZplanError("`load_state_dict(assign=True)` would put other parameters in place of those trained", hint)
+    for u in units:
+        kept = u.placement.frozen or (not sharded and u.master is None)
+        if not u.summoned and not (u.open and kept):
+            raise ZplanError(f"`load_state_dict` into `{u.name}`, of which this rank trains a part or a copy", hint)
