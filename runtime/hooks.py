@@ -1,10 +1,12 @@
-"""Watches a module run and tells gatherer and reducer what is needed next. The only place that registers hooks.
+"""Watches a module run and tells gatherer and reducer what is needed next. Nobody else hooks into forward and backward.
 
 [Note: windows] A unit can be read from the pre-forward of its module to its post-forward, and in backward from the
 gradient of its output, or the pre-forward of its recompute if that comes first. Its gradients are reduced when the last
 of them has landed, or, where some parameter got none, when the backward of its module is over (see [Note: time] in
 calls.py). Frozen parameters, which backward needs for the gradient of the input alone, stay until then too. Recompute
-is told from autograd's own state: a graph task is running.
+is told from autograd's own state: a graph task is running. One recompute may run several units, of which a later one
+may take an earlier one's slot, so the gradient of each one's recomputed output opens it again. A backward that gives
+parameters no gradients (`torch.autograd.grad`) opens units and is no part of a step.
 
 [Note: schedule] The order of units is fixed by the first training forward. Later ones are held to it, and prefetch
 follows it: the next units in forward, those before in backward. Under `no_grad` units gather on demand.

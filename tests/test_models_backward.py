@@ -113,10 +113,10 @@ def test_backward_finds_every_unit(run_ranks):
     """Outputs in objects and arguments; several layers in one reentrant checkpoint, one with a weight that is no
     module's; modules that return a parameter; lists of lists; weights read in a user's hook; gradients of inputs.
     """
-    calls = {f"{way} {s}": (f"{HERE}:Ways", (way,), m.config(s), 3) for way, stages in WAYS.items() for s in stages}
+    calls = {f"{way} {s}": (f"{HERE}:Ways", (way,), m.config(s), 2) for way, stages in WAYS.items() for s in stages}
     results = run_ranks(2, m.train_each, calls, limit=200)
     for way, stages in WAYS.items():
-        expected = m.reference(f"{HERE}:Ways", (way,), steps=3, world_size=2)
+        expected = m.reference(f"{HERE}:Ways", (way,), steps=2, world_size=2)
         for stage in stages:
             m.equal([r[f"{way} {stage}"] for r in results], expected)
             assert len(results[0][f"{way} {stage}"]["ringed"]) == (LAYERS if stage == 3 else 0), way
@@ -141,7 +141,7 @@ def test_what_backward_can_not_find_is_refused_with_the_way_out(run_ranks):
     message, hint = said["double"]
     assert "`create_graph=True` through `layers.4`" in message and 'resident=["layers.4"]' in hint
     path, options = f"{HERE}:Ways", {"resident": ["layers.*"]}
-    calls = {way: (path, (way,), m.config(3), 3, "any_model:plain", options) for way in said}
+    calls = {way: (path, (way,), m.config(3), 2, "any_model:plain", options) for way in said}
     results = run_ranks(2, m.train_each, calls)
     for way in said:
-        m.equal([r[way] for r in results], m.reference(path, (way,), steps=3, world_size=2))
+        m.equal([r[way] for r in results], m.reference(path, (way,), steps=2, world_size=2))
