@@ -7,13 +7,17 @@ gradient, and a frozen one, without waiting for the end of backward.
 
 [Note: hidden calls] Reentrant checkpointing runs a module under `no_grad` inside a training pass and again in backward.
 Such a call has no output to hook; its backward begins at the forward of the recompute, and the time of that is known to
-be past only for calls that have begun.
+be past only for calls that have begun. One checkpoint may hold several calls, which are recomputed in the order in
+which they were made, the last checkpoint first. Its calls have one sequence number of autograd's, which stands still
+under `no_grad`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from zplan.planner.errors import ZplanError
 
@@ -27,6 +31,8 @@ class Call:
     unit: str
     enter: int
     hidden: bool
+    group: int
+    """Which checkpoint a hidden call is in."""
     siblings: list[Call] = field(repr=False)
     """Calls of the same forward, itself among them."""
     exit: int = NEVER
@@ -49,7 +55,7 @@ class Calls:
 
     def begin(self, unit: str, *, hidden: bool) -> Call:
         self.clock += 1
-        return Call(unit, self.clock, hidden, self.current)
+        return Call(unit, self.clock, hidden, torch.autograd._get_sequence_nr() if hidden else 0, self.current)
 
     def end(self, call: Call) -> None:
         """The forward of a call ended, and its backward may come."""
@@ -59,9 +65,9 @@ class Calls:
         self.waiting.setdefault(call.unit, []).append(call)
 
     def recomputed(self, unit: str) -> Call | None:
-        """The hidden call that a recompute stands for: the latest one that has not begun."""
+        """The hidden call that a recompute stands for: the first that has not begun, of the latest checkpoint."""
         left = [c for c in self.waiting.get(unit, ()) if c.hidden and not c.begun]
-        return left[-1] if left else None
+        return next((c for c in left if c.group == left[-1].group), None)
 
     def begin_backward(self, call: Call) -> None:
         """Mark a call as begun, and forget those that are over by now."""
