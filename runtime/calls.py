@@ -14,8 +14,10 @@ under `no_grad`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 
 import torch
 
@@ -185,12 +187,17 @@ class Schedule:
     def settle(self, seen: Sequence[Sequence[str]], rank: int) -> None:
         """End of the first training forward: fix the order, given what every rank ran.
 
-        Where ranks skipped different units, the module order stands, which all of them followed.
+        Where ranks skipped different units, the module order stands, which all of them followed; else one that has the
+        orders of all of them in it.
         """
         mine = list(seen[rank])
         if any(list(other) != mine for other in seen):
+            together = _merged(seen)
             for other, ran in enumerate(seen):
                 if not _is_subsequence(ran, self.order):
+                    if together is not None:
+                        self.order = together + [name for name in self.order if name not in together]
+                        break
                     odd = next(i for i, name in enumerate(ran) if not _is_subsequence(ran[: i + 1], self.order))
                     raise ZplanError(
                         "ranks ran units in different orders in the first step: "
@@ -202,6 +209,21 @@ class Schedule:
         self.recording = False
         self.at = len(self.order)
         self._index()
+
+
+def _merged(seen: Sequence[Sequence[str]]) -> list[str] | None:
+    """The shortest order that has all of these in it, where none contradicts another."""
+    merged: list[str] = []
+    for ran in seen:
+        both: list[str] = []
+        for _, i, j, k, n in SequenceMatcher(None, merged, ran, autojunk=False).get_opcodes():
+            both += merged[i:j]
+            both += [] if merged[i:j] == list(ran[k:n]) else ran[k:n]
+        merged = both
+    counts, most = Counter(merged), Counter[str]()
+    for ran in seen:
+        most |= Counter(ran)
+    return merged if counts == most else None
 
 
 def _is_subsequence(part: Sequence[str], whole: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from zplan.planner.errors import ZplanError
+from zplan.runtime.calls import Schedule
 from zplan.runtime.initialize import initialize
 
 WIDTH, LAYERS, HERE = 24, 5, "test_models_flow"
@@ -138,6 +139,25 @@ def half_used(model: nn.Module, backward: m.Backward, step: int, rank: int, k: i
 @pytest.mark.parametrize("recipe", ["twice", "dropped"])
 def test_layers_called_twice_out_of_order_or_skipped(run_ranks, recipe, how):
     check(run_ranks, {str(s): ("", how, s, f"{HERE}:{recipe}") for s in ((1, 3) if how == "none" else (3,))})
+
+
+@pytest.mark.parametrize(
+    ("seen", "order"),
+    [
+        (["ace", "abe"], "abcde"),  # each skips some: the module order
+        (["abe", "adbe"], "adbec"),  # not in module order, and one skips
+        (["ae", "adbe", "adbe"], "adbec"),
+        (["abab", "aba"], "ababcde"),
+    ],
+)
+def test_one_order_for_ranks_that_skip_different_modules(seen, order):
+    for rank, ran in enumerate(seen):
+        schedule = Schedule("abcde", frozenset(), "a")
+        schedule.ran = list(ran)
+        schedule.settle(seen, rank)
+        assert "".join(schedule.order) == order
+    with pytest.raises(ZplanError, match="ranks ran units in different orders"):
+        Schedule("abcde", frozenset(), "a").settle(["adb", "abd"], 0)
 
 
 @pytest.mark.gloo
