@@ -236,14 +236,15 @@ class Engine(nn.Module):
         learning rate is what it is now.
         """
         self._settled()
-        if num_tokens is None or num_tokens != 0:
+        nothing = num_tokens is not None and bool(num_tokens == 0)  # a tensor is read once
+        if not nothing:
             _check_loss(loss)
         with nullcontext() if self.in_backward is None else self.in_backward.backward(retain_graph=retain_graph):
-            self._backward(loss, num_tokens, retain_graph=retain_graph)
+            self._backward(loss, num_tokens, retain_graph=retain_graph, nothing=nothing)
         self.sentinels.show()
         return loss
 
-    def _backward(self, loss: Tensor, num_tokens: int | None, *, retain_graph: bool) -> None:
+    def _backward(self, loss: Tensor, num_tokens: int | None, *, retain_graph: bool, nothing: bool) -> None:
         self.reducer.check_due()
         if self.in_backward is not None:
             self._compare_replicas()  # after this backward no unit is whole until the next forward
@@ -259,7 +260,6 @@ class Engine(nn.Module):
         if isinstance(loss, Tensor):
             self.hooks.look_for_uses(loss)
         self._check_frozen()
-        nothing = num_tokens is not None and bool(num_tokens == 0)
         ringed = any(unit.slot is not None for unit in self.units)
         if nothing and not (ringed and isinstance(loss, Tensor) and loss.requires_grad):
             self.hooks.empty_backward()
