@@ -7,13 +7,19 @@ gradient, and a frozen one, without waiting for the end of backward.
 
 [Note: hidden calls] Reentrant checkpointing runs a module under `no_grad` inside a training pass and again in backward.
 Such a call has no output to hook; its backward begins at the forward of the recompute, and the time of that is known to
-be past only for calls that have begun.
+be past only for calls that have begun. One checkpoint may hold several calls, which are recomputed in the order in
+which they were made, the last checkpoint first. Its calls have one sequence number of autograd's, which stands still
+under `no_grad`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+
+import torch
 
 from zplan.planner.errors import ZplanError
 
@@ -27,6 +33,8 @@ class Call:
     unit: str
     enter: int
     hidden: bool
+    group: int
+    """Which checkpoint a hidden call is in."""
     siblings: list[Call] = field(repr=False)
     """Calls of the same forward, itself among them."""
     exit: int = NEVER
@@ -49,7 +57,7 @@ class Calls:
 
     def begin(self, unit: str, *, hidden: bool) -> Call:
         self.clock += 1
-        return Call(unit, self.clock, hidden, self.current)
+        return Call(unit, self.clock, hidden, torch.autograd._get_sequence_nr() if hidden else 0, self.current)
 
     def end(self, call: Call) -> None:
         """The forward of a call ended, and its backward may come."""
@@ -59,9 +67,9 @@ class Calls:
         self.waiting.setdefault(call.unit, []).append(call)
 
     def recomputed(self, unit: str) -> Call | None:
-        """The hidden call that a recompute stands for: the latest one that has not begun."""
+        """The hidden call that a recompute stands for: the first that has not begun, of the latest checkpoint."""
         left = [c for c in self.waiting.get(unit, ()) if c.hidden and not c.begun]
-        return left[-1] if left else None
+        return next((c for c in left if c.group == left[-1].group), None)
 
     def begin_backward(self, call: Call) -> None:
         """Mark a call as begun, and forget those that are over by now."""
@@ -179,12 +187,17 @@ class Schedule:
     def settle(self, seen: Sequence[Sequence[str]], rank: int) -> None:
         """End of the first training forward: fix the order, given what every rank ran.
 
-        Where ranks skipped different units, the module order stands, which all of them followed.
+        Where ranks skipped different units, the module order stands, which all of them followed; else one that has the
+        orders of all of them in it.
         """
         mine = list(seen[rank])
         if any(list(other) != mine for other in seen):
+            together = _merged(seen)
             for other, ran in enumerate(seen):
                 if not _is_subsequence(ran, self.order):
+                    if together is not None:
+                        self.order = together + [name for name in self.order if name not in together]
+                        break
                     odd = next(i for i, name in enumerate(ran) if not _is_subsequence(ran[: i + 1], self.order))
                     raise ZplanError(
                         "ranks ran units in different orders in the first step: "
@@ -196,6 +209,21 @@ class Schedule:
         self.recording = False
         self.at = len(self.order)
         self._index()
+
+
+def _merged(seen: Sequence[Sequence[str]]) -> list[str] | None:
+    """The shortest order that has all of these in it, where none contradicts another."""
+    merged: list[str] = []
+    for ran in seen:
+        both: list[str] = []
+        for _, i, j, k, n in SequenceMatcher(None, merged, ran, autojunk=False).get_opcodes():
+            both += merged[i:j]
+            both += [] if merged[i:j] == list(ran[k:n]) else ran[k:n]
+        merged = both
+    counts, most = Counter(merged), Counter[str]()
+    for ran in seen:
+        most |= Counter(ran)
+    return merged if counts == most else None
 
 
 def _is_subsequence(part: Sequence[str], whole: Sequence[str]) -> bool:

@@ -228,8 +228,8 @@ class Engine(nn.Module):
             Mean loss of the micro-batch.
         num_tokens
             What that mean was taken over, on this rank. The step then divides by the tokens of all ranks and
-            micro-steps, so that each token weighs the same. Every backward of a step must say it, or none. With 0 there
-            is no backward, and the rank contributes zeros.
+            micro-steps, so that each token weighs the same. Every backward of a step must say it, or none. With 0 the
+            rank contributes zeros, whatever `loss` is.
         retain_graph
             Keep the graph for another backward of the same forward.
 
@@ -237,14 +237,15 @@ class Engine(nn.Module):
         learning rate is what it is now.
         """
         self._settled()
-        if num_tokens is None or num_tokens != 0:
+        nothing = num_tokens is not None and bool(num_tokens == 0)  # a tensor is read once
+        if not nothing:
             _check_loss(loss)
         with nullcontext() if self.in_backward is None else self.in_backward.backward(retain_graph=retain_graph):
-            self._backward(loss, num_tokens, retain_graph=retain_graph)
+            self._backward(loss, num_tokens, retain_graph=retain_graph, nothing=nothing)
         self.sentinels.show()
         return loss
 
-    def _backward(self, loss: Tensor, num_tokens: int | None, *, retain_graph: bool) -> None:
+    def _backward(self, loss: Tensor, num_tokens: int | None, *, retain_graph: bool, nothing: bool) -> None:
         self.reducer.check_due()
         if self.in_backward is not None:
             self._compare_replicas()  # after this backward no unit is whole until the next forward
@@ -255,16 +256,19 @@ class Engine(nn.Module):
         self._graph_kept = retain_graph
         self.sentinels.hide()
         self.hooks.phase("backward.loss")
-        if num_tokens == 0:
-            self.hooks.empty_backward()
-            return
         if self.hooks.spans is not None:
             self._check_own()
-        self.hooks.look_for_uses(loss)
+        if isinstance(loss, Tensor):
+            self.hooks.look_for_uses(loss)
         self._check_frozen()
+        ringed = any(unit.slot is not None for unit in self.units)
+        if nothing and not (ringed and isinstance(loss, Tensor) and loss.requires_grad):
+            self.hooks.empty_backward()
+            return
         total = loss if num_tokens is None else loss * num_tokens
         with (
-            self.hooks.asking(),
+            # Where recomputes gather, this rank can take part in the others' gathers only by going the same way.
+            self.hooks.asking(discarding=nothing),
             nullcontext() if self.breakdown is None else self.breakdown.span("backward"),
         ):
             if self.optimizer.scaler is None:

@@ -72,6 +72,8 @@ class Hooks:
         """In `engine.backward`."""
         self.looking = False
         """In a backward that gives parameters no gradients."""
+        self.discarding = False
+        """In a backward whose gradients count as zeros."""
         self.begun: set[str] = set()
         self.early: set[FlatUnit] = set()
         """Units that are used outside their modules' forward: gathered right after the step."""
@@ -104,13 +106,13 @@ class Hooks:
                 give_gradient_to(p, None)
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
+    def asking(self, *, discarding: bool) -> Iterator[None]:
         """Around what is a backward of the loss for certain."""
-        self.asked = True
+        self.asked, self.discarding = True, discarding
         try:
             yield
         finally:
-            self.asked = False
+            self.asked = self.discarding = False
 
     def phase(self, name: str) -> None:
         if self.on_phase is not None:
@@ -204,9 +206,10 @@ class Hooks:
 
     def look_for_uses(self, loss: Tensor) -> None:
         """Before the first backward: learn which units are read outside their modules; refuse where that fails."""
-        spans, self.spans = self.spans, None
+        spans = self.spans
         if spans is None or not loss.requires_grad:
             return
+        self.spans = None
         outside = uses_outside(loss, list(self.flat.values()), self.users, spans)
         for param, unit in outside.items():
             if unit.slot is not None:
@@ -431,6 +434,8 @@ class Hooks:
         if unit.open:
             spent = self._retaken(unit, self.schedule.order[: self.schedule.back + 1])
             self.gatherer.release(unit, spent=spent)
+        if self.discarding:
+            unit.release_grads()
         self.reducer.land(unit)
 
     def _join_task(self) -> None:
@@ -473,6 +478,8 @@ class Hooks:
         """Backward ended: take part in the gathers of skipped units, close all windows, reduce what never landed."""
         self._go_back(None)
         self._release_all()
+        for unit in self.flat.values() if self.discarding else ():
+            unit.release_grads()
         self.reducer.finish()
         self.reset_backward()
 

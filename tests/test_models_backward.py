@@ -67,6 +67,11 @@ class Ways(Net):
             x = layer(x)
         return x * self.table.weight[0] if self.way == "hand" else x
 
+    def chosen(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for i in order:
+            x = self.layers[i](x)
+        return x
+
     def body(self, x: Tensor) -> Tensor:
         if self.way == "object":
             box = SimpleNamespace(hidden=x)
@@ -78,6 +83,9 @@ class Ways(Net):
             for layer in self.layers:
                 layer(named)
             return named["hidden"]
+        if self.way == "again":
+            x = checkpoint(self.chosen, x, (0, 1, 0), use_reentrant=True)
+            return checkpoint(self.chosen, x, (2, 3, 4, 2, 1), use_reentrant=True)
         if self.way in ("group", "hand"):
             x = checkpoint(self.several, x, 0, 2, use_reentrant=True)
             return checkpoint(self.several, x, 2, LAYERS, use_reentrant=True)
@@ -103,14 +111,14 @@ class Ways(Net):
 
 WAYS = {
     **{way: (3,) for way in ("object", "argument", "group", "lists", "reads")},
-    **{way: (1, 3) for way in ("token", "leaf", "hand", "grad")},
+    **{way: (1, 3) for way in ("again", "token", "leaf", "hand", "grad")},
     "double": (0, 2),
 }
 
 
 @pytest.mark.gloo
 def test_backward_finds_every_unit(run_ranks):
-    """Outputs in objects and arguments; several layers in one reentrant checkpoint, one with a weight that is no
+    """Outputs in objects and arguments; several layers in one reentrant checkpoint, some twice, one weight that is no
     module's; modules that return a parameter; lists of lists; weights read in a user's hook; gradients of inputs.
     """
     calls = {f"{way} {s}": (f"{HERE}:Ways", (way,), m.config(s), 2) for way, stages in WAYS.items() for s in stages}

@@ -9,8 +9,9 @@ import any_model as m
 import numpy as np
 import pytest
 import torch
-from test_models_flow import Net
+from test_models_flow import LAYERS, Net
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from zplan.planner.errors import ZplanError
 from zplan.runtime.initialize import initialize
@@ -34,10 +35,23 @@ def mean_loss(model: torch.nn.Module, batch: m.Batch) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
+class Grouped(Net):
+    """Several layers in one reentrant checkpoint: what is gathered in backward follows from its recompute."""
+
+    def run(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        ends = {0: 2, 2: LAYERS}
+        return checkpoint(self.several, x, i, ends[i], use_reentrant=True) if i in ends else x
+
+    def several(self, x: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        for layer in self.layers[start:end]:
+            x = layer(x)
+        return x
+
+
 def weighted(rank: int, world_size: int) -> dict[int, Any]:
     out = {}
-    for stage in range(4):
-        engine, *_ = initialize(model=Net("logits"), config=m.config(stage, ACCUMULATION), checked=True)
+    for row, (stage, kind) in enumerate([*((stage, Net) for stage in range(4)), (3, Grouped)]):
+        engine, *_ = initialize(model=kind("logits"), config=m.config(stage, ACCUMULATION), checked=True)
         norms = []
         for step in range(STEPS):
             for k in range(ACCUMULATION):
@@ -45,9 +59,9 @@ def weighted(rank: int, world_size: int) -> dict[int, Any]:
                 engine.backward(mean_loss(engine, batch), num_tokens=n)
                 engine.step()
             norms.append(engine.grad_norm.item())
-        out[stage] = norms, m.whole(engine)
+        out[row] = norms, m.whole(engine)
         engine.close()
-    out[4] = held(rank)
+    out[5] = held(rank)
     return out
 
 
@@ -91,10 +105,26 @@ def weighted_reference(world_size: int) -> tuple[list[float], dict[str, Any]]:
 def test_every_token_weighs_the_same(run_ranks):
     norms, params = weighted_reference(2)
     for result in run_ranks(2, weighted):
-        for stage in range(5):
+        for stage in range(6):
             np.testing.assert_allclose(result[stage][0], norms, rtol=5e-6)
             for name, value in params.items():
                 np.testing.assert_allclose(result[stage][1][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def from_the_first(rank: int, world_size: int) -> float:
+    """Weights are used by hand, which the first backward looks for on every rank, tokens or none."""
+    engine, *_ = initialize(model=Net("outside"), config=m.config(1), checked=True)
+    engine.backward(engine(**m.tokens(0, 0, 0)), num_tokens=0 if rank else 16)
+    engine.step()
+    norm = engine.grad_norm.item()
+    engine.close()
+    return norm
+
+
+@pytest.mark.gloo
+def test_a_rank_without_tokens_from_the_first_step_on(run_ranks):
+    alone = run_ranks(1, from_the_first)
+    assert run_ranks(2, from_the_first) == pytest.approx(alone * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(
