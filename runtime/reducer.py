@@ -104,8 +104,8 @@ class Reducer:
                 f"`backward` was called {self.micro_step + 1} times for gradient_accumulation_steps "
                 f"{self.choice.accumulation}",
                 "call `engine.step()` after each backward, which acts at the boundary only, or put all backward calls "
-                "of a micro-step but the last in `with engine.no_sync():`; `engine.reset_step()` forgets gradients that "
-                f"no step is to use; {OTHER_LOOPS}",
+                "of a micro-step but the last in `with engine.no_sync():`; `engine.reset_step()` forgets gradients "
+                f"that no step is to use; {OTHER_LOOPS}",
             )
 
     def begin(self) -> None:

@@ -14,11 +14,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from zplan.planner.errors import ZplanError
-<<<<<<< HEAD
-from zplan.runtime.gatherer import Gatherer
-=======
 from zplan.runtime.calls import Schedule
->>>>>>> audit5
+from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.initialize import initialize
 from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.streams import Streams
@@ -149,7 +146,6 @@ def test_layers_called_twice_out_of_order_or_skipped(run_ranks, recipe, how):
     check(run_ranks, {str(s): ("", how, s, f"{HERE}:{recipe}") for s in ((1, 3) if how == "none" else (3,))})
 
 
-<<<<<<< HEAD
 def train_with_events(rank: int, world_size: int, cases: dict[str, tuple[Any, ...]]) -> list[int]:
     """Train as on a device, where a gather leaves an event; how many gathers were open as their units were updated."""
     left = []
@@ -181,7 +177,8 @@ def test_an_update_waits_for_gathers_of_layers_that_did_not_run(run_ranks):
         cases[f"{stage}, {on}"] = (f"{HERE}:Net", ("loss", "none"), how, 3, f"{HERE}:dropped")
     for left in run_ranks(2, train_with_events, cases):
         assert sum(left) > 0
-=======
+
+
 @pytest.mark.parametrize(
     ("seen", "order"),
     [
@@ -199,7 +196,6 @@ def test_one_order_for_ranks_that_skip_different_modules(seen, order):
         assert "".join(schedule.order) == order
     with pytest.raises(ZplanError, match="ranks ran units in different orders"):
         Schedule("abcde", frozenset(), "a").settle(["adb", "abd"], 0)
->>>>>>> audit5
 
 
 @pytest.mark.gloo
