@@ -207,6 +207,9 @@ def test_a_sweep_over_the_stages_that_a_runtime_has(run):
     assert [(p["at"]["stage"], p["row"]["stage"]) for p in found["points"]] == [(2, 2), (3, 3)]
     found = json.loads(run(*args, "--sweep", "stage=1:3,micro-batch=1:2", "--json")[1])
     assert [p["row"] is None for p in found["points"]] == [True, True, False, False, False, False]
+    out = run(*args, "--sweep", "stage=1:2")[1].splitlines()
+    assert out[1].split()[:2] == ["stage", "checkpt"]
+    assert out[2].split() == ["1", *"does not go together".split()] and out[3].split()[0] == "2"
     # What no point of the table can be asked is an error.
     code, _, err = run(*args, "--sweep", "stage=0:1")
     assert code == 2 and "`--stage 0`: FSDP2 has stage 2 or 3" in err
