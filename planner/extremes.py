@@ -272,4 +272,5 @@ def _least(cards: Sequence[Gpu], row: Callable[[Gpu], Row]) -> tuple[Gpu, Row] |
 
 def hardware_given(request: Request) -> bool:
     """Whether anything about the machine was said."""
-    return any((request.gpus, request.mem_bytes, request.gpu, request.host_mem_bytes)) or request.nodes > 1
+    sizes = (request.gpus, request.mem_bytes, request.gpu, request.host_mem_bytes, request.nvme_bytes)
+    return any(sizes) or request.nodes > 1

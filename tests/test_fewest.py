@@ -80,6 +80,13 @@ def test_columns_of_the_fewest_are_those_of_the_runtime_and_of_what_was_asked(ru
     assert "hours are told of one machine" in run("estimate", "--model", "llama-2-7b", "--tokens", "1e9")[2]
 
 
+@pytest.mark.parametrize("option", ["--host-mem", "--nvme"])
+def test_a_size_of_a_node_is_of_a_machine_that_must_be_named(run, monkeypatch, option):
+    monkeypatch.setattr("zplan.planner.hardware.local_gpus", list)
+    code, out, err = run("estimate", "--model", "gpt2", option, "4TB")
+    assert (code, out) == (2, "") and "no NVIDIA GPU was found" in err
+
+
 @pytest.mark.parametrize("asked", [{"stage": 1}, {"stage": 0, "checkpointing": "none"}, {"checkpointing": "none"}, {}])
 def test_a_larger_card_is_named_with_all_that_makes_it_fit(asked):
     base = {"model": "qwen2.5-14b", "gpus": 4, "mem": 20, "micro_batch": 2}
