@@ -141,6 +141,9 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
             put(f"act.{line_id}", total - kernel, real, real)
             put(f"act.kernel.{line_id}", kernel, real, real)
     exact = arch.runnable and not choice.compile and not (spec.adapters and spec.adapters.quantized)
+    # Blocks for locks and further keys are left out there: `efficient_attention.py`.
+    unblocked = choice.flash or choice.attention == "eager" or choice.precision == "fp32" or choice.device == "cpu"
+    exact = exact and unblocked
     lines = _lines(found, "derived" if exact else "estimate", REMOTE_SPREAD if arch.family in REMOTE else CLASS_SPREAD)
     beside = (*_offloaded_inputs(arch, choice, at), *_split(arch, choice, at))
     return (*(map(_compiled, lines) if choice.compile else lines), *beside)

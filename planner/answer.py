@@ -10,11 +10,12 @@ from zplan.planner.activations import counted
 from zplan.planner.activities import activities
 from zplan.planner.activity import Activity
 from zplan.planner.comm import Traffic, textbook_traffic
+from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.evaluation import Row
 from zplan.planner.hardware import Hardware, hardware_from
 from zplan.planner.ledger import Line
-from zplan.planner.models import ModelSpec
+from zplan.planner.models import LLAMA_CLASS, ModelSpec
 from zplan.planner.placement import single_gradients
 from zplan.planner.request import Request
 from zplan.planner.search import STAGES, Search
@@ -286,6 +287,9 @@ def _notes(search: Search) -> tuple[str, ...]:
     return (*search.request.notes, *search.hardware.notes, *search.model.notes, *long, *padded)
 
 
+OWN = "zplan runs llama, mistral and gpt2; train another module by your own script, with zplan.initialize"
+
+
 def make_plan(request: Request) -> Plan:
     """The plan of a parsed request."""
     from zplan.planner.dswriting import from_choice
@@ -294,9 +298,15 @@ def make_plan(request: Request) -> Plan:
     search = open_search(request, remainder=False)
     if not search.model.arch.runnable:
         name, kind = search.model.spec.name, search.model.arch.family
+        if kind == LLAMA_CLASS:
+            from zplan.planner.runnable import limits
+
+            raise ZplanError(
+                f"`{name}` is estimate only: {next(iter(limits(Choice(0, 1), search.model.spec))).why}", OWN
+            )
         raise ZplanError(
             f"`model_type` of `{name}` is `{kind}`, which is estimate only: zplan has no decoder for it",
-            "zplan runs llama, mistral and gpt2; train another module by your own script, with zplan.initialize",
+            OWN,
         )
     rows = search.rows()
     row = search.pick(rows)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zplan.planner.batch import nearest_multiples
 from zplan.planner.cost import Cost
@@ -17,6 +18,9 @@ from zplan.planner.request import Request
 from zplan.planner.search import Search
 from zplan.planner.sequence import IMAGES, SEQ_STEP
 from zplan.planner.units import GIB, format_count, format_gib
+
+if TYPE_CHECKING:
+    from zplan.planner.hardware import Gpu
 
 MAX = ("seq", "micro-batch", "params")
 MIN = ("gpus", "mem")
@@ -231,7 +235,7 @@ def _fewest(request: Request, open_: Open) -> Extreme:
 
 
 def _smallest(request: Request, open_: Open) -> Extreme:
-    from zplan.planner.hardware import read_gpus
+    from zplan.planner.hardware import AMPERE, read_gpus
 
     if request.gpu is not None:
         raise ZplanError("--min mem looks for what --gpu gives", "drop --gpu, or --min mem")
@@ -239,22 +243,34 @@ def _smallest(request: Request, open_: Open) -> Extreme:
     cards.sort(key=lambda g: g.mem_bytes)
     request = replace(request, gpus=request.gpus or 1)
 
-    def at(negative: int) -> tuple[Search, Row]:
-        search = open_(replace(request, gpu=cards[-negative].name))
-        return search, _picked(search)
+    def opened(card: Gpu) -> Search:
+        return open_(replace(request, gpu=card.name))
 
-    found = last_good([-i for i in reversed(range(len(cards)))], at, lambda pair: pair[1].fits)
+    # A card before Ampere takes more than a smaller one after it, or is refused what was asked.
+    newer = [g for g in cards if float(g.compute_capability) >= AMPERE]
+    found = _least(newer, lambda g: _picked(opened(g)))
+    older = [g for g in cards if g not in newer and (found is None or g.mem_bytes < found[0].mem_bytes)]
+    with suppress(ZplanError):
+        found = _least(older, lambda g: _picked(opened(g))) or found
     if found is None:
-        least = at(-(len(cards) - 1))[1]
+        least = _picked(opened(cards[-1]))
         note = f"The largest, {cards[-1].name}, is {format_gib(-least.spare_bytes)} GiB short"
         return Extreme("mem", None, None, f"{request.gpus} x any card of the table", note)
-    search, row = found
+    card, row = found
     need = -(-row.high_bytes // GIB)
-    same = [g.name for g in cards if g.mem_bytes == search.hardware.mem_bytes]
+    same = [g.name for g in cards if g.mem_bytes == card.mem_bytes and (g in newer) == (card in newer)]
     note = f"{need} GiB would do; cards of this size: {', '.join(same)}"
-    return _found("mem", search.hardware.mem_bytes, row, search, note)
+    return _found("mem", card.mem_bytes, row, opened(card), note)
+
+
+def _least(cards: Sequence[Gpu], row: Callable[[Gpu], Row]) -> tuple[Gpu, Row] | None:
+    """The first of cards by rising memory on which a row fits."""
+    rows = cache(lambda i: row(cards[i]))
+    at = last_good([*range(-len(cards) + 1, 1)], lambda i: -i, lambda i: rows(i).fits) if cards else None
+    return None if at is None else (cards[at], rows(at))
 
 
 def hardware_given(request: Request) -> bool:
     """Whether anything about the machine was said."""
-    return any((request.gpus, request.mem_bytes, request.gpu, request.host_mem_bytes)) or request.nodes > 1
+    sizes = (request.gpus, request.mem_bytes, request.gpu, request.host_mem_bytes, request.nvme_bytes)
+    return any(sizes) or request.nodes > 1

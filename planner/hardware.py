@@ -10,6 +10,8 @@ from typing import NamedTuple
 from zplan.planner.errors import ZplanError, did_you_mean
 from zplan.planner.units import MIB, format_bytes, format_gib
 
+AMPERE = 8.0
+"""Compute capability from which cards compute in bf16 and have flash attention."""
 DATA = os.path.join(os.path.dirname(__file__), "data")
 
 
@@ -60,7 +62,7 @@ class Hardware(NamedTuple):
     @property
     def bf16(self) -> bool:
         """Whether its cards compute in bf16: NVIDIA's from Ampere on; a card of which nothing is known passes."""
-        return not self.compute_capability[:1].isdigit() or float(self.compute_capability) >= 8
+        return not self.compute_capability[:1].isdigit() or float(self.compute_capability) >= AMPERE
 
     @property
     def flash(self) -> bool:

@@ -7,11 +7,11 @@ by name; dropout, which it leaves out, is a note.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from zplan.planner.errors import ZplanError
-from zplan.planner.models import REMOTE, Architecture
+from zplan.planner.models import LLAMA_CLASS, REMOTE, Architecture
 from zplan.planner.reading import kind_of, want_bool, want_int, want_number, want_object, want_str
 
 NOT_BUILT_HINT = "`zplan models` lists the families that zplan knows, and which of them it can plan"
@@ -79,6 +79,8 @@ def read_architecture(config: Mapping[str, Any], source: str) -> tuple[Architect
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ZplanError(f"`{source}` has no `model_type`", "check that it is a model's config.json")
+    if kind in ("llama", "mistral") and (beyond := _beyond_the_decoder(keys)):
+        return _as_class(keys, beyond)
     if kind in _FAMILIES:
         read, classes = _FAMILIES[kind]
         _check_class(keys, classes)
@@ -102,6 +104,38 @@ def read_architecture(config: Mapping[str, Any], source: str) -> tuple[Architect
         )
     return arch, (*notes, *_dropout_note(keys, _DROPOUTS))
 
+
+def _beyond_the_decoder(keys: Keys) -> str:
+    """What a config of Llama's or Mistral's type asks for that zplan's own decoder can't do and the class can."""
+    if keys.config["model_type"] == "llama":  # Mistral's class knows neither key.
+        for name in ("attention_bias", "mlp_bias"):
+            if keys.flag(name, default=False):
+                return f"`{name}`"
+    block = keys.inner("rope_parameters" if keys.config.get("rope_parameters") is not None else "rope_scaling")
+    kind = block.text("rope_type", block.text("type", "default"))
+    return f"rotary scaling `{kind}`" if kind in _CLASS_ROPES else ""
+
+
+def _as_class(keys: Keys, beyond: str) -> tuple[Architecture, tuple[str, ...]]:
+    """The shape as transformers' class runs it, estimate only."""
+    from zplan.planner.hfdropout import with_dropout
+    from zplan.planner.hfshapes import SHAPES, read_shape
+
+    kind, config = keys.config["model_type"], dict(keys.config)
+    _check_class(keys, SHAPES[LLAMA_CLASS].architectures)
+    window = None
+    if kind == "mistral":
+        config = {**_MISTRAL, **{k: v for k, v in config.items() if k not in ("attention_bias", "mlp_bias")}}
+        window = config.get("sliding_window", 4096)
+    arch = with_dropout(read_shape(LLAMA_CLASS, Keys(config, keys.where)), keys)
+    arch = replace(arch, window=None if window is None else want_int("sliding_window", keys.where, window))
+    note = f"{beyond} of {keys.where} makes model_type `{kind}` estimate only: zplan's decoder has none of it"
+    return arch, (note,)
+
+
+_CLASS_ROPES = ("yarn", "dynamic", "longrope", "su")
+_MISTRAL = {"num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 4096 * 32}
+"""What its class takes where a config says nothing, and Llama's something else."""
 
 _DROPOUTS = (
     *("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate"),

@@ -39,7 +39,7 @@ DROPOUTS: dict[str, dict[str, tuple[str, float]]] = {
     **{
         name: {"attention_dropout": ("attention_dropout", 0.0)}
         for name in (
-            *("qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "olmo2"),
+            *("llama_class", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "olmo2"),
             *("deepseek_v2", "deepseek_v3", "gpt_oss"),
         )
     },

@@ -27,6 +27,13 @@ _GATED = """
  mlp.gate_proj.weight F C
  mlp.up_proj.weight F C
  mlp.down_proj.weight C F"""
+_GATED_WITH_BIASES = """
+ mlp.gate_proj.weight F C
+ mlp.gate_proj.bias F ?mlp_bias
+ mlp.up_proj.weight F C
+ mlp.up_proj.bias F ?mlp_bias
+ mlp.down_proj.weight C F
+ mlp.down_proj.bias C ?mlp_bias"""
 _EXPERTS = """
  mlp.gate.weight experts C ?sparse
  mlp.experts.gate_up_proj experts 2expert_ffn C ?sparse
@@ -312,6 +319,7 @@ head lm_head.bias V""",
  mlp.down_proj.weight C F""",
         _NORMS,
     ),
+    "llama_class": _decoder(_ATTENTION, _GATED_WITH_BIASES, _NORMS),
     "qwen2": _decoder(_ATTENTION, _GATED, _NORMS),
     "qwen3": _decoder(_ATTENTION, _HEAD_NORMS, _GATED, _NORMS),
     "qwen3_moe": _decoder(_ATTENTION, _HEAD_NORMS, _GATED_WHERE_DENSE, _EXPERTS, _NORMS),

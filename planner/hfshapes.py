@@ -23,6 +23,7 @@ from zplan.planner.hftraits import (
     gemma2,
     gemma3_text,
     gpt_oss,
+    llama_class,
     mixtral,
     neox,
     opt,
@@ -35,7 +36,7 @@ from zplan.planner.hftraits import (
     vit,
     with_defaults,
 )
-from zplan.planner.models import Architecture
+from zplan.planner.models import LLAMA_CLASS, Architecture
 
 if TYPE_CHECKING:
     from zplan.planner.hfconfig import Keys
@@ -61,9 +62,10 @@ GPT_NAMES = {
     "max_seq": "n_positions",
 }
 
+LLAMA_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM")
 _SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_pytorch_tanh")
 _GATED_TYPES = (
-    *("qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "olmo2", "stablelm"),
+    *(LLAMA_CLASS, "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "olmo2", "stablelm"),
     *("deepseek_v2", "deepseek_v3", "internlm2", "baichuan"),
 )
 ACTIVATIONS = {
@@ -288,6 +290,7 @@ SHAPES: dict[str, Shape] = {
         tied=False,
         traits=lambda keys, hidden: {"bias": keys.flag("bias", default=True)},
     ),
+    LLAMA_CLASS: Shape(LLAMA_CLASSES, (32, 4096, 32, 0, 0, 11008, 32000, 2048), tied=False, traits=llama_class),
     "mixtral": Shape(("MixtralForCausalLM",), (32, 4096, 32, 8, 0, 14336, 32000, 131072), tied=False, traits=mixtral),
     "olmo2": Shape(
         ("Olmo2ForCausalLM",),
@@ -344,4 +347,6 @@ SHAPES: dict[str, Shape] = {
 }
 """model_type -> how it is read."""
 
-ARCHITECTURES = {kind: s.architectures for kind, s in SHAPES.items()} | {"gemma3": ("Gemma3ForConditionalGeneration",)}
+ARCHITECTURES = {kind: s.architectures for kind, s in SHAPES.items() if kind != LLAMA_CLASS} | {
+    "gemma3": ("Gemma3ForConditionalGeneration",)
+}

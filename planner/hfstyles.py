@@ -83,6 +83,7 @@ _GEMMA3 = Style(
 )
 
 STYLES: dict[str, Style] = {
+    "llama_class": Style(),
     "qwen2": Style(),
     "qwen3": Style(head_norms="head"),
     "qwen3_moe": Style(head_norms="head"),

@@ -24,6 +24,10 @@ def biases(keys: Keys, name: str = "attention_bias", *, default: bool = False) -
     return {"qkv_bias": bias, "o_bias": bias}
 
 
+def llama_class(keys: Keys, hidden: int) -> Traits:
+    return {**biases(keys), "mlp_bias": keys.flag("mlp_bias", default=False)}
+
+
 def _rotary(keys: Keys, hidden: int, default: float, name: str = "partial_rotary_factor") -> int:
     """Width of the rotated front of each head."""
     block = keys.inner("rope_parameters" if "rope_parameters" in keys.config else "rope_scaling")

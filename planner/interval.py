@@ -50,7 +50,9 @@ def parse_margin(value: int | float | str) -> Margin:
     try:
         share = round(float(text[:-1]) * 100)
     except (ValueError, OverflowError):
-        share = -1
+        raise ZplanError(
+            f"`--margin {value}` is no share that zplan can read", "write it as 15%, or as a size"
+        ) from None
     if not 0 <= share < WHOLE:
         raise ZplanError(f"`--margin {value}` leaves nothing of the card", "write a share below 100%, such as 15%")
     return Margin(share=share)

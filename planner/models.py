@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 Family = Literal["llama", "gpt2"]
 """Decoders that `runtime/decoder.py` runs. Every other family is a Hugging Face class, by its model_type."""
 RUNNABLE: tuple[Family, ...] = ("llama", "gpt2")
+LLAMA_CLASS = "llama_class"
+"""The family of what the classes of Llama and Mistral do and our decoder does not: biases, other rotary scalings."""
 REMOTE = ("baichuan", "chatglm", "internlm2")
 """Families without a class in the transformers package: their code comes with their weights."""
 UnitKind = Literal["embed", "block", "norm", "head", "other"]

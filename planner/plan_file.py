@@ -165,7 +165,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> tuple[str, ...]:
     if name.endswith("ds_config.json"):
         raise ZplanError("`ds_config.json` is the name of the DeepSpeed config beside the plan", "use -o plan.json")
     if plan.choice.runtime in ("fsdp2", "ddp") or not in_deepspeed(plan.choice.optimizer):
+        stale = os.path.exists(beside) and _is_ours(name, beside)
         write_files({name: plan.to_json()})
+        if stale:
+            os.remove(beside)  # Of the plan that was here before: beside this one it would say something else.
         return (name,)
     if os.path.exists(beside) and not _is_ours(name, beside):
         raise ZplanError(

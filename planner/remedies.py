@@ -41,19 +41,21 @@ def remedies(search: Search, row: Row) -> tuple[Remedy, ...]:
     found = tuple(_changes(search, c, ""))
     top = search.stages[-1]
     lean = replace(c, stage=top if c.world_size > 1 else c.stage, checkpointing="full")
-    base = row
+    base, prefix = row, ""
     if not found and lean != c:
         words = f"stage {top} and full checkpointing" if c.world_size > 1 else "full checkpointing"
         option = f"--stage {top} --checkpointing full" if c.world_size > 1 else "--checkpointing full"
         base = search.row(lean)
+        prefix = f"{option} "
         both = (_remedy(search, c, words, option, base),) if base.fits else ()
-        found = (*both, *_changes(search, lean, f"{option} ", c))
+        found = (*both, *_changes(search, lean, prefix, c))
     found = tuple(sorted(found, key=lambda r: 0.0 if r.longer is None else round(r.longer, 3)))
     if base.spare_bytes >= 0:
         beside = tuple(_larger_node(base))
     else:
         card = _larger_card(base.peak_bytes, base.high_bytes, base, search.request.margin)
         beside = (card,) if card and base.off_device.fits else ()
+    beside = tuple(replace(r, option=prefix + r.option) for r in beside)
     told = (*found, *beside, *_offloads(search, c, lean))
     return tuple(replace(r, saved_bytes=row.peak_bytes - r.peak_bytes) for r in told)
 
@@ -192,12 +194,14 @@ def _more_gpus(search: Search, c: Choice) -> Choice | None:
 
 def _larger_card(peak_bytes: int, high_bytes: int, row: Row, margin: Margin) -> Remedy | None:
     """The smallest NVIDIA card of the table that holds so much, at most `high_bytes`."""
-    from zplan.planner.hardware import read_gpus
+    from zplan.planner.hardware import AMPERE, read_gpus
 
     def spare(mem_bytes: int) -> int:
         return mem_bytes - margin.of(mem_bytes) - high_bytes
 
     large = [g for g in read_gpus() if g.mem_reported and g.vendor == "NVIDIA" and spare(g.mem_bytes) >= 0]
+    if row.choice.flash:  # Older cards have neither bf16 nor its attention.
+        large = [g for g in large if float(g.compute_capability) >= AMPERE]
     if not large or row.choice.device == "cpu":
         return None
     card = min(large, key=lambda g: g.mem_bytes)

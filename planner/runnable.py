@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
-from zplan.planner.models import ModelSpec
+from zplan.planner.models import LLAMA_CLASS, ModelSpec
 from zplan.planner.optimizers import KINDS, kind_of
 from zplan.planner.peer_rules import NAMES
 
@@ -47,7 +47,14 @@ def limits(choice: Choice, spec: ModelSpec | None = None) -> tuple[Limit, ...]:
 def _model_limits(spec: ModelSpec) -> Iterator[Limit]:
     if spec.arch is not None and not spec.arch.runnable:
         why = "zplan has no decoder of its own for it"
-        yield Limit("model_type", spec.arch.family, why, "train it by your own script, with zplan.initialize")
+        if spec.arch.family == LLAMA_CLASS:
+            why = "zplan's own decoder has neither biases nor rotary scalings but linear and llama3"
+        yield Limit(
+            "model_type",
+            spec.arch.family.removesuffix("_class"),
+            why,
+            "train it by your own script, with zplan.initialize",
+        )
     if spec.adapters is not None:
         why = "zplan's own decoders have no adapters; a module that has some trains through zplan.initialize"
         instead = "zplan run plan.json train.py, where train.py builds the module with its adapters"

@@ -62,7 +62,11 @@ class Sweep:
             costs = cost_head(self.goal)
             head = [self.axes[0].name, "stage", "checkpt", "batch", "peak GiB", "at most", "step s", "tokens/s"]
             rows = [_cells(p, 2 + len(costs)) for p in self.points]
-            body = table([*head, *costs, "fits"], rows, "rllrrrrr" + "r" * len(costs) + "l")
+            align = "rllrrrrr" + "r" * len(costs) + "l"
+            if head[0] == "stage":
+                del head[1]
+                rows, align = [[row[0], *row[2:]] for row in rows], align[1:]
+            body = table([*head, *costs, "fits"], rows, align)
             return "\n".join([self.where, *body]) + "\n"
         down, across = self.axes
         cells = {p.at: _cell(p) for p in self.points}

@@ -346,3 +346,16 @@ def test_a_deepspeed_config_is_written_only_of_an_optimizer_that_deepspeed_has(t
         with pytest.raises(ZplanError, match=f"DeepSpeed and torch have no optimizer `{optimizer}`"):
             emit(plan, "deepspeed")
     assert emit(plan, "zplan")[0]
+
+
+def test_a_plan_without_a_deepspeed_config_takes_that_of_the_plan_before_along(folder, tmp_path):
+    """Else it would say something else than the plan beside it, and stop the next plan from being written."""
+    path, beside = tmp_path / "plan.json", tmp_path / "ds_config.json"
+    save_plan(make(folder), path)
+    assert beside.exists()
+    save_plan(make(folder, runtime="ddp"), path)
+    assert not beside.exists()
+    save_plan(make(folder), path)
+    beside.write_text("{}", encoding="utf-8")
+    save_plan(make(folder, runtime="ddp"), path)
+    assert beside.read_text(encoding="utf-8") == "{}"

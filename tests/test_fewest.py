@@ -2,14 +2,19 @@
 
 import json
 import re
+import shlex
 
 import pytest
 
+import zplan
 from zplan.planner.answer import open_search
 from zplan.planner.extremes import fewest
 from zplan.planner.fewest import COMMON, WAYS
 from zplan.planner.hardware import find_gpu
+from zplan.planner.interval import Margin
+from zplan.planner.remedies import _larger_card
 from zplan.planner.request import make_request
+from zplan.planner.units import GIB
 
 
 def test_no_machine_at_all(run, monkeypatch):
@@ -73,3 +78,31 @@ def test_columns_of_the_fewest_are_those_of_the_runtime_and_of_what_was_asked(ru
     out = run("estimate", "--model", "llama-2-7b", "--qlora", "--lora", 8)[1]
     assert "  LoRA: adapters of rank 8 on all-linear, the rest frozen in 4 bits; estimate only\n" in out
     assert "hours are told of one machine" in run("estimate", "--model", "llama-2-7b", "--tokens", "1e9")[2]
+
+
+@pytest.mark.parametrize("option", ["--host-mem", "--nvme"])
+def test_a_size_of_a_node_is_of_a_machine_that_must_be_named(run, monkeypatch, option):
+    monkeypatch.setattr("zplan.planner.hardware.local_gpus", list)
+    code, out, err = run("estimate", "--model", "gpt2", option, "4TB")
+    assert (code, out) == (2, "") and "no NVIDIA GPU was found" in err
+
+
+@pytest.mark.parametrize("asked", [{"stage": 1}, {"stage": 0, "checkpointing": "none"}, {"checkpointing": "none"}, {}])
+def test_a_larger_card_is_named_with_all_that_makes_it_fit(asked):
+    base = {"model": "qwen2.5-14b", "gpus": 4, "mem": 20, "micro_batch": 2}
+    found = zplan.estimate(**base, **asked)
+    (card,) = [r for r in found.remedies if r.what.startswith("a card")]
+    words = shlex.split(card.option)
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    named = {k: int(v) if k == "stage" else v for k, v in ((k.removeprefix("--"), v) for k, v in options.items())}
+    again = zplan.estimate(**{**{k: v for k, v in base.items() if k != "mem"}, **asked, **named})
+    assert not found.fits and again.row.fits
+
+
+def test_a_larger_card_computes_in_what_was_planned():
+    """Of 32 GiB there is a V100 alone, which has no bf16."""
+    row = zplan.estimate(params="7e9", gpus=8, mem=24).row
+    need = int(31.9 * GIB)
+    assert _larger_card(need, need, row, Margin()).option == '--gpu "A100 PCIe 40GB"'
+    old = zplan.estimate("gpt2", gpus=1, gpu="T4").row
+    assert "V100" in _larger_card(need, need, old, Margin()).option

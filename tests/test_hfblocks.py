@@ -50,6 +50,16 @@ _MLA = {
 CASES = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama, yarn": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 24},
     "gemma": {"model_type": "gemma", "num_key_value_heads": 1, "tie_word_embeddings": True},
     "gemma2": {"model_type": "gemma2"},

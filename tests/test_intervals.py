@@ -147,7 +147,7 @@ def test_margin_is_kept_beyond_the_interval():
     [
         ("100%", "`--margin 100%` leaves nothing of the card"),
         ("-5%", "`--margin -5%` leaves nothing of the card"),
-        ("x%", "`--margin x%` leaves nothing of the card"),
+        ("x%", "`--margin x%` is no share that zplan can read"),
         ("much", "`--margin much` is not a size that zplan can read"),
     ],
 )

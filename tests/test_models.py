@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from zplan.planner.activations import counted
 from zplan.planner.api import estimate, plan
+from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import RUNNABLE_TYPES, read_architecture
 from zplan.planner.hfshapes import ARCHITECTURES, SHAPES
 from zplan.planner.models import ModelSpec, decoder_units
 from zplan.planner.presets import preset_names, read_index, read_preset
+from zplan.planner.runnable import limits
 from zplan.planner.shape import LARGEST, SMALLEST, solve_shape
 from zplan.planner.sources import model_from
 
@@ -182,18 +184,44 @@ def test_rotary_settings_old_and_new(keys, theta, scaling):
     assert list(a.rope_scaling) == sorted(a.rope_scaling)
 
 
+BEYOND = [
+    ({**LLAMA, "attention_bias": True}, "`attention_bias` of `m`"),
+    ({**LLAMA, "mlp_bias": True, "attention_dropout": 0.1}, "`mlp_bias` of `m`"),
+    ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling `dynamic` of `m`"),
+    (
+        {"model_type": "mistral", "num_hidden_layers": 2, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "rotary scaling `yarn` of `m`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "what"), BEYOND, ids=[w.split(" of")[0] for _, w in BEYOND])
+def test_what_zplans_llama_can_not_do_is_estimate_only_as_the_class_does_it(tmp_path, config, what):
+    arch, (note,) = read_architecture(config, "m")
+    spec = ModelSpec("m", decoder_units(arch), arch)
+    kind = config["model_type"]
+    assert note == f"{what} makes model_type `{kind}` estimate only: zplan's decoder has none of it"
+    assert counted(spec) and not arch.runnable and arch.window == (4096 if kind == "mistral" else None)
+    (limit,) = limits(Choice(0, 1), spec)
+    assert (limit.key, limit.value) == ("model_type", "llama") and "neither biases nor rotary" in limit.why
+    assert {p.name: p.shape for p in spec.params()} == tree_of(config)
+    file = tmp_path / "m.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    assert estimate(str(file), gpus=2, mem=80, seq=32).estimate_only
+    with pytest.raises(ZplanError, match="is estimate only: zplan's own decoder has neither biases nor rotary"):
+        plan(str(file), gpus=2, mem=80, seq=32)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({**LLAMA, "attention_bias": True}, "`attention_bias` of `config.json` is true"),
-        ({**LLAMA, "mlp_bias": True}, "`mlp_bias`"),
         ({**LLAMA, "hidden_act": "gelu"}, '`hidden_act` of `config.json` is the string "gelu"'),
         ({**LLAMA, "pretraining_tp": 2}, "`pretraining_tp`"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "`quantization_config`"),
         ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (
-            {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2}},
-            '`rope_type` of `rope_scaling` of `config.json` is the string "yarn"',
+            {**LLAMA, "rope_scaling": {"rope_type": "spiral", "factor": 2}},
+            '`rope_type` of `rope_scaling` of `config.json` is the string "spiral"',
         ),
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2}}, "has no `high_freq_factor`"),
         ({**LLAMA, "num_key_value_heads": 3}, "4 heads and 3 key-value heads"),

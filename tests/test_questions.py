@@ -1,5 +1,6 @@
 """Questions about many choices at once: `--top`, `--max`, `--min`, `--sweep`, and no machine at all."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -68,6 +69,23 @@ def test_what_host_memory_is_too_small_for_is_rejected_for_that():
     assert host and not found.runs
     reason = r"[\d.]+ GiB of host memory over on a node, where the most is `[a-z_.]+`, [\d.]+ GiB a rank"
     assert all(re.fullmatch(reason, r.reason) for r in host)
+
+
+@pytest.mark.parametrize("asked", [{"precision": "bf16"}, {"attention": "sdpa"}, {"seq": 8192}])
+def test_the_smallest_card_is_not_hidden_by_an_older_larger_one(asked):
+    """Cards before Ampere refuse bf16 and fused attention of grouped heads, or take more for eager attention."""
+    asked = {"model": "llama-3.2-3b", "gpus": 8, **asked}
+    found = ask(make_request(asked), {"min": "mem"})
+    fits = []
+    for card in read_gpus():
+        if card.vendor == "NVIDIA" and card.mem_reported:
+            with contextlib.suppress(ZplanError):
+                s = opened(**asked, gpu=card.name)
+                fits += [card.mem_bytes] if s.pick(s.rows()).fits else []
+    assert found.value == min(fits)
+    if "seq" in asked:
+        s = opened(**asked, gpu="V100 SXM2 32GB")
+        assert not s.pick(s.rows()).fits and found.value < s.hardware.mem_bytes
 
 
 def test_top_in_text_and_json(run):
@@ -189,6 +207,9 @@ def test_a_sweep_over_the_stages_that_a_runtime_has(run):
     assert [(p["at"]["stage"], p["row"]["stage"]) for p in found["points"]] == [(2, 2), (3, 3)]
     found = json.loads(run(*args, "--sweep", "stage=1:3,micro-batch=1:2", "--json")[1])
     assert [p["row"] is None for p in found["points"]] == [True, True, False, False, False, False]
+    out = run(*args, "--sweep", "stage=1:2")[1].splitlines()
+    assert out[1].split()[:2] == ["stage", "checkpt"]
+    assert out[2].split() == ["1", *"does not go together".split()] and out[3].split()[0] == "2"
     # What no point of the table can be asked is an error.
     code, _, err = run(*args, "--sweep", "stage=0:1")
     assert code == 2 and "`--stage 0`: FSDP2 has stage 2 or 3" in err

@@ -255,6 +255,8 @@ def test_cards_before_ampere_have_no_flash_attention():
         {x.id: x.nbytes for x in predict(v100.model.spec, replace(v100.row.choice, flash=flash, seq=1000)).lines}
         for flash in (False, True)
     ]
+    saved = next(x for x in v100.row.ledger.lines if x.id.startswith("act.block"))
+    assert saved.source == "estimate" and saved.bounds != (saved.nbytes, saved.nbytes)
     # Its log-sum-exp is padded to 32 tokens. It has no generator's numbers, which flash keeps as three integers.
     assert lines[0]["act.block.saved"] - lines[1]["act.block.saved"] == 24 * 32 * 4 - 24
     grouped = zplan.estimate("llama-3.2-1b", gpus=1, gpu="T4")

@@ -237,7 +237,7 @@ def estimate(*, as_json: bool, check: bool, explain: str | None, **asked: Any) -
     request = make_request(asked)
     if explain is not None:
         return _explain(request, explain, as_json=as_json)
-    if special or not any(asked[name] for name in ("gpus", "mem", "gpu", "nodes", "host_mem")):
+    if special or not any(asked[name] for name in ("gpus", "mem", "gpu", "nodes", "host_mem", "nvme")):
         from zplan.planner.questions import ask, no_machine, reply_json
 
         if special or no_machine(request):
