@@ -329,6 +329,8 @@ def latest_tag(root: Path) -> str:
             f"`{root}` has no `{LATEST}`, and no tag was named; {what}",
             "name a tag, or use `--resume auto`" if found else "check the path",
         ) from None
+    except OSError as error:
+        raise Damaged(f"`{path}` can't be read: {error.strerror}", "name a tag, or use `--resume auto`") from None
     if not folder_of(root, tag).is_dir():
         raise Damaged(f"`{path}` names `{tag}`, and `{root / tag}` is not there", "name a tag, or use `--resume auto`")
     return tag

@@ -141,6 +141,8 @@ class Loader:
                 self._note("other parameter groups than those saved: learning rates and the like are the config's")
         elif m.training["lr"] == e.training_config.lr:  # imported, or of an older zplan
             e.optimizer.set_lr(m.lr)  # what a schedule had made of it; a new config's value wins
+        if buffers := m.model.get("buffers"):
+            self._note(f"`{buffers[0]}` and all other buffers ({len(buffers)}) are not in it: they stay as they are")
         random = {} if m.world_size != e.world_size else checkpoint.indices[e.rank].random
         if random:
             restore_random(random, e.device)

@@ -110,7 +110,25 @@ def describe_training(training: TrainingConfig) -> dict[str, Any]:
 
 
 def describe_model(module: nn.Module) -> dict[str, Any]:
-    """What a model folder's `config.json` can be made from; `kind` is `module` where nothing is known."""
+    """What a model folder's `config.json` can be made from; `kind` is `module` where nothing is known.
+
+    `buffers` names those that `state_dict` has and a checkpoint has not.
+    """
+    names = buffer_names(module)
+    return {**_kind(module), **({"buffers": names} if names else {})}
+
+
+def buffer_names(module: nn.Module) -> list[str]:
+    """Persistent buffers, such as running statistics."""
+    return [
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, part in module.named_modules()
+        for name, _ in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    ]
+
+
+def _kind(module: nn.Module) -> dict[str, Any]:
     if isinstance(module, Decoder):
         arch = asdict(module.arch)
         return {"kind": "decoder", "architecture": {**arch, "rope_scaling": dict(module.arch.rope_scaling)}}

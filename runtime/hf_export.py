@@ -53,6 +53,11 @@ def contents(model: Mapping[str, Any], parameters: tuple[Parameter, ...]) -> tup
             f"`{adapted}` is of a model with adapters, and no model folder has such a name",
             "`with zplan.summon(model): model.save_pretrained(folder)` writes the adapters, which load onto their base",
         )
+    if model["kind"] == "transformers" and (buffers := model.get("buffers")):
+        raise ZplanError(
+            f"`{buffers[0]}` is a buffer, one of {len(buffers)} that no checkpoint holds and a model folder needs",
+            "`with zplan.summon(model): model.save_pretrained(folder)` writes them too",
+        )
     if model["kind"] == "transformers":
         config = dict(model["config"])
         config["architectures"] = config.get("architectures") or [model["class"]]

@@ -205,6 +205,23 @@ def test_names_that_no_model_folder_has_are_refused(tmp_path, how):
     engine.close()
 
 
+def test_a_model_with_buffers_is_refused_and_a_load_says_what_stays(tmp_path, capsys):
+    """Checkpoints hold no buffers, and `from_pretrained` would begin running statistics anew."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
+    engine, *_ = initialize(model=ResNetForImageClassification(config), config=w.config(0))
+    engine.save_checkpoint(tmp_path)
+    message = r"`resnet\S+running_mean` is a buffer, one of \d+ that"
+    with pytest.raises(ZplanError, match=message):
+        engine.save_16bit_model(tmp_path / "out")
+    with Checkpoint(tmp_path / "global_step0") as checkpoint, pytest.raises(ZplanError, match=message):
+        export_checkpoint(checkpoint, tmp_path / "out", dtype="fp32")
+    engine.load_checkpoint(tmp_path)
+    assert "running_mean` and all other buffers" in capsys.readouterr().err
+    engine.close()
+
+
 def test_a_model_of_another_task_is_loaded_by_its_own_class(tmp_path, capsys):
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
