@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ from zplan.runtime.checkpoint_state import (
     aliases,
     describe_model,
     describe_training,
+    groups_to_save,
     plain,
     random_state,
 )
@@ -71,6 +74,7 @@ class Checkpoints:
         self.frozen = FrozenFiles(engine)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
+        _made.add(self)
         self.sweeper = folder.Sweeper()
 
     # --- saving ------------------------------------------------------------------------------------------------------
@@ -94,8 +98,11 @@ class Checkpoints:
                 "save the weights with `engine.save_16bit_model(folder)`",
             )
         self.wait()
-        if keep is not None and keep < 1:
-            raise ZplanError(f"`keep={keep}` would delete the checkpoint that was just written", "keep at least 1")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ZplanError(
+                f"`keep={keep!r}` would delete the checkpoint that was just written, or is no whole number",
+                "keep at least 1",
+            )
         if background is None:
             background = self.snapshot is not None
         if background and self.snapshot is None:
@@ -103,14 +110,17 @@ class Checkpoints:
                 "a save in the background needs room for a copy of the states, which this config has not planned",
                 'plan again with --saving background, or put `"saving": "background"` into the `zplan` block',
             )
-        request = self._request(root, tag, client_state, overwrite=overwrite, keep=keep)
-        partial, lock = self._begin(request)
+        # Written behind training, which may go to another working directory.
+        absolute = root.absolute()
+        request, partial, lock = self._begin(
+            lambda: self._request(absolute, tag, client_state, overwrite=overwrite, keep=keep)
+        )
         if not background:
-            self._finish(request, partial, lock, self._sources(state_tensor), self.frozen.share(root))
+            self._finish(request, partial, lock, self._sources(state_tensor), self.frozen.share(absolute))
         else:
             self._take_snapshot()
             sources = self._sources(lambda u, s: self.copies[u.name, s])
-            frozen = self.frozen.share(root, copied=True)
+            frozen = self.frozen.share(absolute, copied=True)
             self.thread = threading.Thread(
                 target=self._behind, args=(request, partial, lock, sources, frozen), name="zplan save", daemon=False
             )
@@ -142,6 +152,7 @@ class Checkpoints:
                 **describe_training(e.training_config),
                 "optimizer": e.choice.optimizer,
                 "optimizer_scalars": dict(e.optimizer.scalars_to_save()),
+                "groups": groups_to_save(e.optimizer),
             },
             model=describe_model(e.module),
             parameters=parameters_of(e),
@@ -154,14 +165,17 @@ class Checkpoints:
         )
         return SaveRequest(root, manifest, random_state(e.device), overwrite, keep)
 
-    def _begin(self, request: SaveRequest) -> tuple[Path, folder.WriteLock | None]:
-        """Step 1 of [Note: save]: where everybody writes. A refusal is raised on every rank."""
+    def _begin(self, ask: Callable[[], SaveRequest]) -> tuple[SaveRequest, Path, folder.WriteLock | None]:
+        """Step 1 of [Note: save]: what is asked, and where everybody writes. A refusal is raised on every rank."""
         lock: folder.WriteLock | None = None
+        asked: list[SaveRequest] = []
 
         def prepare() -> str:
             nonlocal lock
+            request = ask()
+            asked.append(request)
             if self.engine.rank != 0:
-                return ""
+                return request.manifest.tag
             try:
                 self.sweeper.wait()
                 request.root.mkdir(parents=True, exist_ok=True)
@@ -171,12 +185,22 @@ class Checkpoints:
                 raise folder.unwritable(request.root, error) from None
 
         try:
-            said = self.meeting.all_say(prepare)
+            first, *others = self.meeting.all_say(prepare)
+            self._same_tag(Path(first), others)
         except BaseException:
             if lock is not None:
                 lock.release()
             raise
-        return Path(said[0]), lock
+        return asked[0], Path(first), lock
+
+    @staticmethod
+    def _same_tag(partial: Path, others: list[str]) -> None:
+        """Ranks that name a checkpoint differently (by the time of day, say) would each look for their own later."""
+        tag = folder.tag_of(partial)
+        for rank, other in enumerate(others, 1):
+            if other != tag:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise ZplanError(f"rank 0 saves as `{tag}` and rank {rank} as `{other}`", "give all ranks one tag")
 
     def _finish(
         self,
@@ -294,6 +318,26 @@ class Checkpoints:
                 "unfinished step are in no checkpoint",
                 "call `engine.step()` first, or `engine.reset_step()` to drop them",
             )
+
+
+_made: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+
+
+def write_to_the_end() -> None:
+    """A program that ends without `close` waits here for its last save, and hears whether it failed."""
+    for checkpoints in list(_made):
+        writing = checkpoints.thread is not None
+        try:
+            checkpoints.wait()
+            if writing:
+                checkpoints.meeting.leave()
+        except BaseException as error:
+            print(f"zplan: the last save in the background failed: {error}", file=sys.stderr)  # noqa: T201
+
+
+# Python's own `atexit` is too late: thread pools take no work by then. They are closed by this hook too, which runs
+# what was registered last first, and theirs was when checkpoint_write.py was imported.
+threading._register_atexit(write_to_the_end)  # type: ignore[attr-defined]
 
 
 def _copy_to_host(source: Tensor | Halves, copy: Tensor) -> None:

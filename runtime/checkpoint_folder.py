@@ -26,6 +26,8 @@ from zplan.runtime.checkpoint_format import LATEST, LOCK, MANIFEST, OTHER, Damag
 
 PARTIAL, ASIDE, PURGE = ".partial.", ".aside.", ".purge."
 PROBE = "probe"
+FOREIGN = ("mp_rank_*_model_states.pt", "*zero_pp_rank_*")
+"""Files of DeepSpeed's checkpoints."""
 
 _held: set[int] = set()
 """Locks of this process. A forked child (a data loader's worker) must not keep one alive after its parent's death."""
@@ -88,7 +90,14 @@ def unwritable(path: Path, error: OSError, *, at: str = "") -> ZplanError:
 
 def check_tag(tag: str) -> str:
     """A tag is one folder name that nothing else here uses."""
-    if not tag or tag.startswith(".") or tag == LATEST or len(tag) > 200 or set(tag) & set("/\\\n\0"):
+    if (
+        not isinstance(tag, str)
+        or not tag
+        or tag.startswith(".")
+        or tag == LATEST
+        or len(tag) > 200
+        or set(tag) & set("/\\\n\0")
+    ):
         raise ZplanError(
             f"`{tag}` can't be a tag", f"a tag is one folder name, not `{LATEST}` and without a dot in front"
         )
@@ -122,12 +131,19 @@ def write_synced(path: Path, content: bytes) -> None:
 def prepare(root: Path, tag: str, *, overwrite: bool) -> Path:
     """Clear what unfinished saves left, and make an empty partial folder with a probe in it."""
     recover(root)
+    if (root / tag).exists() and not (root / tag).is_dir():
+        raise ZplanError(f"`{root / tag}` is a file", "save under another tag")
     if (root / tag).exists() and not overwrite:
         raise ZplanError(f"`{root / tag}` exists", "save under another tag, or overwrite it with `overwrite=True`")
     partial = root / f"{PARTIAL}{tag}.{secrets.token_hex(4)}"
     partial.mkdir()
     write_synced(partial / PROBE, partial.name.encode())
     return partial
+
+
+def tag_of(partial: Path) -> str:
+    """The tag that a partial folder is for."""
+    return partial.name.removeprefix(PARTIAL).rsplit(".", 1)[0]
 
 
 def recover(root: Path) -> None:
@@ -174,8 +190,8 @@ def hide_old(root: Path, keep: int, *, just_written: str) -> list[Path]:
     list
         What is left to delete. `recover` does it where nobody else did.
     """
-    known = [(m.global_step, m.written_at, tag) for tag, m in manifests(root) if isinstance(m, Manifest)]
-    old = [tag for *_, tag in sorted(known, reverse=True)[keep:] if tag != just_written]
+    known = [tag for tag, m in manifests(root) if isinstance(m, Manifest)]
+    old = [tag for tag in known[keep:] if tag != just_written]
     hidden = [root / f"{PURGE}{tag}.{secrets.token_hex(4)}" for tag in old]
     for tag, path in zip(old, hidden, strict=True):
         (root / tag).rename(path)
@@ -222,14 +238,33 @@ def tags(root: Path) -> list[str]:
     if not root.is_dir():
         raise ZplanError(f"there is no folder `{root}`", "check the path")
     names = {p.name.removeprefix(ASIDE) for p in root.iterdir() if not p.name.startswith((PARTIAL, PURGE))}
-    return [n for n in names if not n.startswith(".") and folder_of(root, n).is_dir()]
+    return [n for n in names if not n.startswith(".") and _is_tag(n, folder_of(root, n))]
+
+
+def _is_tag(name: str, folder: Path) -> bool:
+    """Whether somebody saved into this folder, whatever is left of it; logs and model folders may lie beside."""
+    if not folder.is_dir():
+        return False
+    return name.startswith("global_step") or any(next(folder.glob(p), None) for p in (MANIFEST, "rank[0-9]*", *FOREIGN))
+
+
+def refuse_inside(root: Path) -> None:
+    """Refuse what is no folder of checkpoints but one of them, or a file: there, `auto` would find nothing."""
+    if root.exists() and not root.is_dir():
+        raise ZplanError(f"`{root}` is no folder", "check the path")
+    refuse_foreign(root)
+    if any(next(root.glob(p), None) for p in (MANIFEST, "rank[0-9]*")):
+        raise ZplanError(
+            f"`{root}` is a checkpoint, and its name is a tag",
+            f"name the folder `{root.parent}` and the tag `{root.name}`",
+        )
 
 
 def refuse_foreign(folder: Path) -> None:
     """Name a checkpoint that DeepSpeed wrote as what it is."""
     if not folder.is_dir():
         return
-    for pattern in ("mp_rank_*_model_states.pt", "*zero_pp_rank_*"):
+    for pattern in FOREIGN:
         for path in folder.glob(pattern):
             raise ZplanError(
                 f"`{folder}` is a DeepSpeed checkpoint (`{path.name}`)",
@@ -253,7 +288,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifests(root: Path) -> list[tuple[str, Manifest | ZplanError]]:
-    """(tag, manifest or what is wrong with it), newest first; unreadable ones last."""
+    """(tag, manifest or what is wrong with it), newest first; unreadable ones last.
+
+    Newest is what was written last: who went back to an earlier step and saved from there has left the later ones.
+    """
     found: list[tuple[str, Manifest | ZplanError]] = []
     for tag in tags(root):
         try:
@@ -263,8 +301,16 @@ def manifests(root: Path) -> list[tuple[str, Manifest | ZplanError]]:
     return sorted(found, key=_age, reverse=True)
 
 
-def _age(row: tuple[str, Manifest | ZplanError]) -> tuple[int, str]:
-    return (row[1].global_step, row[1].written_at) if isinstance(row[1], Manifest) else (-1, row[0])
+def _age(row: tuple[str, Manifest | ZplanError]) -> tuple[str, int]:
+    return (row[1].written_at, row[1].global_step) if isinstance(row[1], Manifest) else ("", -1)
+
+
+def named_by_latest(root: Path) -> str | None:
+    """What `latest` names, there or not; None where it can't be read."""
+    try:
+        return read_latest((root / LATEST).read_bytes(), str(root / LATEST))
+    except (OSError, ZplanError):
+        return None
 
 
 def latest_tag(root: Path) -> str:
@@ -275,13 +321,16 @@ def latest_tag(root: Path) -> str:
         if text and b"crc32" not in text:
             refuse_foreign(root / text.decode("utf-8", "replace").strip())
         tag = read_latest(text, str(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        refuse_inside(root)
         found = [tag for tag, _ in manifests(root)] if root.is_dir() else []
         what = f"there are {', '.join(f'`{t}`' for t in found[:4])}" if found else "there is no checkpoint in it"
         raise ZplanError(
             f"`{root}` has no `{LATEST}`, and no tag was named; {what}",
             "name a tag, or use `--resume auto`" if found else "check the path",
         ) from None
+    except OSError as error:
+        raise Damaged(f"`{path}` can't be read: {error.strerror}", "name a tag, or use `--resume auto`") from None
     if not folder_of(root, tag).is_dir():
         raise Damaged(f"`{path}` names `{tag}`, and `{root / tag}` is not there", "name a tag, or use `--resume auto`")
     return tag

@@ -25,6 +25,8 @@ class FrozenFiles:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.written: Written | None = None
+        self.stamp: Stamp | None = None
+        """Of its file as it was committed: one that somebody wrote to since is not linked on."""
         self.sums: list[int] = []
 
     def share(self, root: Path, *, copied: bool = False) -> list[Source] | Written | None:
@@ -40,7 +42,7 @@ class FrozenFiles:
             return None
         sums = [bit_sum(state_tensor(u, FROZEN)) for u in units]
         last = self.written
-        if last is not None and sums == self.sums and last.path.parent.parent == root and last.path.exists():
+        if last is not None and sums == self.sums and last.path.parent.parent == root and self._untouched(last.path):
             return last
         self.written, self.sums = None, sums
         sources = [
@@ -49,6 +51,9 @@ class FrozenFiles:
             for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)
         ]
         return [(r, t.detach().to("cpu", copy=True)) for r, t in sources] if copied else sources
+
+    def _untouched(self, path: Path) -> bool:
+        return self.stamp is not None and self.stamp == stamp_of(path)
 
     def adopt(self, folder: Path, index: RankIndex) -> None:
         """Values were loaded from this checkpoint: link its file too, where it holds what this rank would write."""
@@ -61,6 +66,20 @@ class FrozenFiles:
     def remember(self, folder: Path, file: DataFile | None) -> None:
         """A checkpoint with this file was committed."""
         self.written = None if file is None else Written(folder / file.name, file)
+        self.stamp = None if self.written is None else stamp_of(self.written.path)
+
+
+Stamp = tuple[int, int, int]
+"""inode, bytes, time of the last write."""
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """What changes with a file's content; None where there is no file."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @torch.no_grad()

@@ -51,6 +51,7 @@ def _how(m: Manifest) -> dict[str, Any]:
 
 def listing(root: Path) -> list[Listed]:
     """Every committed tag, newest first. Files are counted and sized, their content is not read."""
+    folder.refuse_inside(root)
     try:
         latest = folder.latest_tag(root)
     except ZplanError:

@@ -18,7 +18,7 @@ from zplan.runtime.checkpoint_format import OTHER, Damaged, Manifest
 from zplan.runtime.checkpoint_frozen import FrozenFiles
 from zplan.runtime.checkpoint_load import check_model, load_unit, parameters_of
 from zplan.runtime.checkpoint_read import Checkpoint
-from zplan.runtime.checkpoint_state import restore_random
+from zplan.runtime.checkpoint_state import restore_groups, restore_random
 from zplan.runtime.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class Loader:
         self, root: Path, tag: str | None, *, resume: Resume, weights_only: bool
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a tag, what `latest` names, or the newest that is whole. Returns its folder and the client state."""
+        if resume not in ("latest", "auto"):
+            raise ZplanError(f"`resume={resume!r}` is unknown", "say `latest` or `auto`, or name a tag")
         said = self.meeting.all_say(lambda: json.dumps(self._candidates(root, tag, resume)))
         candidates, skipped = json.loads(said[0])
         for name in candidates:
@@ -70,6 +72,7 @@ class Loader:
             return [tag], []
         if resume == "latest":
             return [folder.latest_tag(root)], []
+        folder.refuse_inside(root)
         good, damaged = [], []
         for name, found in folder.manifests(root) if root.is_dir() else []:
             if isinstance(found, Manifest):
@@ -79,6 +82,10 @@ class Loader:
                 raise found  # a newer version's: skipping it would throw training away
             damaged.append(name)
             self._note(f"skipped `{name}`: {found.message}")
+        named = folder.named_by_latest(root)
+        if named is not None and named not in (*good, *damaged):
+            damaged.append(named)
+            self._note(f"skipped `{named}`, which `latest` names: it is not there")
         return good, damaged
 
     def _load_one(self, path: Path, *, weights_only: bool) -> Manifest:
@@ -112,7 +119,7 @@ class Loader:
         manifest = opened[0].manifest
         e.gatherer.invalidate([u for u in e.units if u.placement.closes])
         if manifest.world_size == e.world_size:
-            self.frozen.adopt(path, opened[0].indices[e.rank])
+            self.frozen.adopt(path.absolute(), opened[0].indices[e.rank])
         if not weights_only:
             self._restore(opened[0])
         return manifest
@@ -129,8 +136,13 @@ class Loader:
             else:
                 scale = e.optimizer.scaler.scale.item()
                 self._note(f"a checkpoint of {m.training['precision']} has no loss scale: it begins at {scale:g}")
-        if m.training["lr"] == e.training_config.lr:
+        if (groups := m.training.get("groups")) is not None:
+            if not restore_groups(e.optimizer, groups):
+                self._note("other parameter groups than those saved: learning rates and the like are the config's")
+        elif m.training["lr"] == e.training_config.lr:  # imported, or of an older zplan
             e.optimizer.set_lr(m.lr)  # what a schedule had made of it; a new config's value wins
+        if buffers := m.model.get("buffers"):
+            self._note(f"`{buffers[0]}` and all other buffers ({len(buffers)}) are not in it: they stay as they are")
         random = {} if m.world_size != e.world_size else checkpoint.indices[e.rank].random
         if random:
             restore_random(random, e.device)

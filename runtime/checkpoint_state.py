@@ -17,6 +17,8 @@ from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
 from zplan.planner.models import Architecture
 from zplan.runtime.decoder import Decoder
+from zplan.runtime.groups import numbers
+from zplan.runtime.optimizer import ShardedOptimizer
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -57,6 +59,23 @@ def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
+def groups_to_save(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """The numbers of every parameter group, as they were made and as a schedule or a hand has left them."""
+    return {"made": optimizer.made, "now": [numbers(g) for g in optimizer.param_groups]}
+
+
+def restore_groups(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> bool:
+    """Take over each number that was made as it is now; a new config's value wins. False where groups differ."""
+    if len(saved["made"]) != len(optimizer.made):
+        return False
+    rows = zip(optimizer.param_groups, optimizer.made, saved["made"], saved["now"], strict=True)
+    for group, mine, theirs, now in rows:
+        for name in mine:
+            if name in now and theirs.get(name) == mine[name]:
+                group[name] = tuple(now[name]) if isinstance(group[name], tuple) else now[name]
+    return True
+
+
 def plain(client_state: Mapping[str, Any] | None) -> dict[str, Any]:
     """The caller's state as a reader will see it.
 
@@ -65,12 +84,14 @@ def plain(client_state: Mapping[str, Any] | None) -> dict[str, Any]:
     ZplanError
         When it holds what JSON can't.
     """
+    if client_state is not None and not isinstance(client_state, Mapping):
+        raise ZplanError(f"`client_state` is a {type(client_state).__name__}", "give a mapping with string keys")
     state = dict(client_state or {})
-    if not _string_keys(state):
-        raise ZplanError("`client_state` has a key that is no string, and JSON has only those", "use string keys")
     try:
+        if not _string_keys(state):
+            raise ZplanError("`client_state` has a key that is no string, and JSON has only those", "use string keys")
         return dict(json.loads(json.dumps(state, allow_nan=False)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ZplanError(
             f"`client_state` can't be saved: {error}",
             "checkpoints hold no pickles: give numbers, strings, lists and objects with string keys",
@@ -89,14 +110,32 @@ def describe_training(training: TrainingConfig) -> dict[str, Any]:
 
 
 def describe_model(module: nn.Module) -> dict[str, Any]:
-    """What a model folder's `config.json` can be made from; `kind` is `module` where nothing is known."""
+    """What a model folder's `config.json` can be made from; `kind` is `module` where nothing is known.
+
+    `buffers` names those that `state_dict` has and a checkpoint has not.
+    """
+    names = buffer_names(module)
+    return {**_kind(module), **({"buffers": names} if names else {})}
+
+
+def buffer_names(module: nn.Module) -> list[str]:
+    """Persistent buffers, such as running statistics."""
+    return [
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, part in module.named_modules()
+        for name, _ in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    ]
+
+
+def _kind(module: nn.Module) -> dict[str, Any]:
     if isinstance(module, Decoder):
         arch = asdict(module.arch)
         return {"kind": "decoder", "architecture": {**arch, "rope_scaling": dict(module.arch.rope_scaling)}}
-    config = getattr(module, "config", None)
-    text = getattr(config, "to_json_string", None)
-    if text is not None:
-        return {"kind": "transformers", "config": json.loads(text()), "class": type(module).__name__}
+    # Of the class: what wraps such a model often passes its `config` on, and has other names for its parameters.
+    if any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__):
+        config: Any = module.config
+        return {"kind": "transformers", "config": json.loads(config.to_json_string()), "class": type(module).__name__}
     return {"kind": "module", "class": type(module).__name__}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from zplan.planner.errors import ZplanError
+from zplan.runtime.checkpoint_format import MANIFEST
 
 OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -84,8 +85,10 @@ def tag_folder(folder: Path, tag: str | None) -> Path:
                 f"`{folder}` is no DeepSpeed checkpoint: it has neither `latest` nor `*_model_states.pt`",
                 "name the folder that `save_checkpoint` was given, or the one of a tag in it",
             )
-        tag = latest.read_text(errors="replace").strip()
+        tag = latest.read_text(errors="replace").split("\n")[0].strip()
     found = folder / tag
+    if (found / MANIFEST).exists():
+        raise ZplanError(f"`{found}` is a checkpoint of zplan", "load it as it is: nothing is to be imported")
     if not is_deepspeed(found):
         raise ZplanError(f"`{found}` is no DeepSpeed checkpoint: it has no `*_model_states.pt`")
     return found

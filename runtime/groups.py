@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -113,6 +114,16 @@ def _own_groups(
         groups.append({**start, **row, "params": params})
     _check_cover(model, groups)
     return [g for g in groups if g["params"]]
+
+
+def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a parameter group is numbers, as JSON gives them back."""
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
+    return {
+        k: v
+        for k, v in plain.items()
+        if all(type(x) in (int, float) and isfinite(x) for x in (v if isinstance(v, list) else [v]))
+    }
 
 
 def _check_cover(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -23,6 +23,15 @@ from zplan.runtime.unit import FlatUnit
 if TYPE_CHECKING:
     from zplan.runtime.engine import Engine
 
+ADAPTED = ("base_model.model.", ".base_layer.")
+"""How peft names what it wraps: the model, and a layer in it."""
+
+
+def loading_class(model: Mapping[str, Any]) -> str:
+    """The class of transformers whose `from_pretrained` gives the exported model back."""
+    name = str(model.get("class", "")) if model["kind"] == "transformers" else ""
+    return name if name and not name.endswith(("ForCausalLM", "LMHeadModel")) else "AutoModelForCausalLM"
+
 
 def contents(model: Mapping[str, Any], parameters: tuple[Parameter, ...]) -> tuple[dict[str, Any], list[Row]]:
     """`config.json` and a row for every parameter, in the order given. Tied weights stand there once.
@@ -38,8 +47,21 @@ def contents(model: Mapping[str, Any], parameters: tuple[Parameter, ...]) -> tup
             f"`{piece}` is a piece of a table that `cap_tables` cut, and no model folder has such a name",
             "`with zplan.summon(model): model.save_pretrained(folder)` writes the whole table under its own name",
         )
+    adapted = next((p.name for p in parameters if p.name.startswith(ADAPTED[0]) or ADAPTED[1] in p.name), None)
+    if adapted is not None:
+        raise ZplanError(
+            f"`{adapted}` is of a model with adapters, and no model folder has such a name",
+            "`with zplan.summon(model): model.save_pretrained(folder)` writes the adapters, which load onto their base",
+        )
+    if model["kind"] == "transformers" and (buffers := model.get("buffers")):
+        raise ZplanError(
+            f"`{buffers[0]}` is a buffer, one of {len(buffers)} that no checkpoint holds and a model folder needs",
+            "`with zplan.summon(model): model.save_pretrained(folder)` writes them too",
+        )
     if model["kind"] == "transformers":
-        return dict(model["config"]), [Row(p.name, p.shape) for p in parameters]
+        config = dict(model["config"])
+        config["architectures"] = config.get("architectures") or [model["class"]]
+        return config, [Row(p.name, p.shape) for p in parameters]
     if model["kind"] != "decoder":
         raise ZplanError(
             f"a `{model['class']}` has no `config.json` that zplan knows",

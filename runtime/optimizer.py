@@ -35,7 +35,7 @@ from zplan.runtime.adamw import KernelAdamW, Row, Rule, TorchFused, TorchHalves
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.elementwise import Adagrad, AdamWBf16, Lion
-from zplan.runtime.groups import Wanted
+from zplan.runtime.groups import Wanted, numbers
 from zplan.runtime.halves import Halves
 from zplan.runtime.norms import KernelNorms, Scalars, TorchNorms, clip_scalars
 from zplan.runtime.precision import LossScaler
@@ -78,6 +78,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.units, self.choice, self.training, self.wanted = units, choice, training, wanted
         self.arena = arena
         self.base_lrs = [float(g["lr"]) for g in self.param_groups]
+        self.made = [numbers(g) for g in self.param_groups]
+        """What of the groups is numbers, as they were made: a checkpoint's count where its groups began alike."""
         self.scalars = Scalars(arena.take("optim.scalars", NUM_SCALARS, torch.float32, fill=0.0))
         self.scaler = LossScaler(training.loss_scale, arena) if choice.precision == "fp16" else None
         placements = [u.placement for u in units]

@@ -53,6 +53,20 @@ class Rendezvous:
         self._forget(store, self.rank)
         return said
 
+    def leave(self, *, timeout_s: float = 5.0) -> None:
+        """Before this process ends: rank 0, whose process may hold the store, goes when all have read what was said."""
+        if self.world_size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        if self.rank:
+            store.set(f"{self.prefix}/left/{self.rank}", "")
+            return
+        end = time.monotonic() + timeout_s
+        while not store.check([f"{self.prefix}/left/{r}" for r in range(1, self.world_size)]):
+            if time.monotonic() > end:
+                return  # they failed, or never saved; what was committed stays
+            time.sleep(0.01)
+
     def all_say(self, act: Callable[[], str]) -> list[str]:
         """Run `act` on every rank and return what each made of it; where one failed, all raise."""
         try:

@@ -157,6 +157,29 @@ def by_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     return {k: torch.cat([t for _, t in sorted(v, key=lambda row: row[0])]) for k, v in parts.items()}
 
 
+def test_groups_changed_by_hand_come_back_and_a_new_config_wins(tmp_path):
+    """Every group has its own rate and decay; what is made otherwise at the resume is not overwritten."""
+
+    def start_groups(lr: float) -> Engine:
+        model = w.build(w.LLAMA)
+        named = list(model.named_parameters())
+        norms = [p for n, p in named if "norm" in n]
+        groups = [{"params": [p for n, p in named if "norm" not in n]}, {"params": norms, "lr": lr}]
+        return initialize(model=model, config=w.config(0), init=w.fill, model_parameters=groups)[0]
+
+    engine = start_groups(0.01)
+    engine.optimizer.param_groups[1].update(lr=0.05, weight_decay=0.5, betas=(0.8, 0.9))
+    engine.save_checkpoint(tmp_path)
+    engine.close()
+    for lr, expected in ((0.01, 0.05), (0.02, 0.02)):
+        engine = start_groups(lr)
+        engine.load_checkpoint(tmp_path)
+        first, second = engine.optimizer.param_groups
+        assert (second["lr"], second["weight_decay"], second["betas"]) == (expected, 0.5, (0.8, 0.9))
+        assert (first["lr"], first["weight_decay"]) == (w.ADAMW["lr"], w.ADAMW["weight_decay"])
+        engine.close()
+
+
 def test_loss_scale_and_schedule_go_on(tmp_path):
     """fp16 that grew its scale and a schedule in the middle of its warm-up, beside a run without a stop."""
     config = w.config(0, precision="fp32")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -17,7 +19,7 @@ import torch
 import workload as w
 
 from zplan.planner.predict import predict
-from zplan.runtime import checkpoint_write
+from zplan.runtime import checkpoint, checkpoint_write
 from zplan.runtime.checkpoint_format import Range
 from zplan.runtime.checkpoint_read import Checkpoint
 from zplan.runtime.checkpoint_report import differences
@@ -151,6 +153,47 @@ def test_a_file_without_ranges(tmp_path, monkeypatch):
     """A rank of many that owns padding alone."""
     content, file = write_ranges(tmp_path / "x", [], monkeypatch)
     assert file.ranges == () and len(content) == file.header_bytes
+
+
+def test_another_working_directory_does_not_move_a_save(tmp_path, monkeypatch):
+    engine, *_ = initialize(model=w.build(w.LLAMA), config=w.config(0, saving="background"), init=w.fill)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert engine.save_checkpoint("runs") == Path("runs", "global_step0")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    engine.close()
+    with Checkpoint(tmp_path / "runs" / "global_step0") as saved:
+        assert not list(saved.verify())
+
+
+ENDS = """
+import sys
+import workload as w
+from zplan.runtime.initialize import initialize
+engine, *_ = initialize(model=w.build(w.LLAMA), config=w.config(0, saving="background"), init=w.fill)
+engine.save_checkpoint(sys.argv[1], "last")
+"""
+
+
+def test_a_program_that_just_ends_has_saved(tmp_path):
+    """No `close`, no wait: Python closes thread pools before it waits for threads."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, env=env, timeout=60
+    )
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    with Checkpoint(tmp_path / "last") as saved:
+        assert not list(saved.verify())
+
+
+def test_a_program_that_just_ends_says_why_it_has_not_saved(tmp_path, monkeypatch, capsys):
+    engine, *_ = initialize(model=w.build(w.LLAMA), config=w.config(0, saving="background"), init=w.fill)
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint_write, "_write", lambda fd, view: os.write(-1, view))
+        engine.save_checkpoint(tmp_path)
+        checkpoint.write_to_the_end()
+    assert "the last save in the background failed: " in capsys.readouterr().err
+    engine.close()
 
 
 def test_only_a_plan_for_it_has_the_line():

@@ -265,6 +265,40 @@ def test_client_state_that_json_would_not_give_back(engine, tmp_path, state):
     assert not list(tmp_path.iterdir())
 
 
+def test_arguments_of_the_wrong_kind(engine, tmp_path):
+    cyclic: dict[str, Any] = {}
+    cyclic["self"] = cyclic
+    (tmp_path / "file").write_text("")
+    for words, message in (
+        ({"tag": 5}, "`5` can't be a tag"),
+        ({"tag": "file", "overwrite": True}, "file` is a file"),
+        ({"keep": 1.5}, "`keep=1.5`"),
+        ({"client_state": [1]}, "`client_state` is a list"),
+        ({"client_state": cyclic}, "`client_state` can't be saved"),
+    ):
+        with pytest.raises(ZplanError, match=message):
+            engine.save_checkpoint(tmp_path, **words)
+
+
+def disagree(rank: int, world_size: int, folder: str) -> list[str]:
+    engine, *_ = initialize(model=w.build(w.LLAMA), config=w.config(3), init=w.fill)
+    said = []
+    for words in ({"tag": f"at-{rank}"}, {"client_state": {"a": object()} if rank else {}}):
+        with pytest.raises(ZplanError) as caught:
+            engine.save_checkpoint(folder, **words)
+        said.append(caught.value.message)
+    engine.save_checkpoint(folder)
+    engine.close()
+    return said
+
+
+@pytest.mark.gloo
+def test_what_one_rank_asks_otherwise_is_an_error_of_all(run_ranks, tmp_path):
+    ranks = run_ranks(2, disagree, str(tmp_path))
+    assert ranks[0] == ranks[1] and ranks[0][0] == "rank 0 saves as `at-0` and rank 1 as `at-1`"
+    assert ranks[0][1].startswith("rank 1: `client_state` can't be saved") and cf.tags(tmp_path) == ["global_step0"]
+
+
 def test_kept_are_the_last_ones(engine, tmp_path):
     for _ in range(4):
         step(engine)
@@ -420,6 +454,41 @@ def test_a_missing_latest_is_no_fresh_start(engine, two):
     with pytest.raises(ZplanError, match="has no `latest`"):
         engine.load_checkpoint(two / "nowhere")
     assert engine.load_checkpoint(two, "global_step1")[0]
+
+
+def test_auto_never_starts_afresh_beside_a_checkpoint(engine, two, tmp_path, capsys):
+    """One tag's folder, a file, or a `latest` whose checkpoint is gone: there is or was something to go on from."""
+    for resume in ("latest", "auto"):
+        with pytest.raises(ZplanError, match=r"global_step2` is a checkpoint.*the tag `global_step2`"):
+            engine.load_checkpoint(two / "global_step2", resume=resume)
+        with pytest.raises(ZplanError, match="is no folder"):
+            engine.load_checkpoint(two / "latest", resume=resume)
+    shutil.rmtree(two / "global_step2")
+    assert engine.load_checkpoint(two, resume="auto")[0] == str(two / "global_step1")
+    assert "skipped `global_step2`, which `latest` names: it is not there" in capsys.readouterr().err
+    shutil.rmtree(two / "global_step1")
+    with pytest.raises(ZplanError, match="none of the 1 checkpoints"):
+        engine.load_checkpoint(two, resume="auto")
+    with pytest.raises(ZplanError, match="`resume='atuo'` is unknown"):
+        engine.load_checkpoint(two, resume="atuo")
+
+
+def test_other_folders_beside_checkpoints_are_nobodys(engine, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events").write_text("")
+    assert engine.load_checkpoint(tmp_path, resume="auto") == (None, {})
+    assert cf.tags(tmp_path) == []
+
+
+def test_auto_stays_on_the_branch_that_was_gone_back_to(engine, two):
+    """Who goes back to step 1 and saves from there has left the later step 2, whatever its number."""
+    rewrite(two / "global_step2" / MANIFEST, written_at="2020-01-01T00:00:00Z")
+    engine.load_checkpoint(two, "global_step1")
+    engine.save_checkpoint(two, "again", keep=2)
+    assert sorted(cf.tags(two)) == ["again", "global_step1"]
+    engine.save_checkpoint(two, "global_step3")
+    rewrite(two / "global_step3" / MANIFEST, written_at="2020-01-01T00:00:00Z", global_step=3)
+    assert engine.load_checkpoint(two, resume="auto")[0] != str(two / "global_step3") and engine.global_steps == 1
 
 
 def test_a_newer_version_is_refused_even_by_auto(engine, two):

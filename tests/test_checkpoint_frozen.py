@@ -119,6 +119,20 @@ def test_a_purge_does_not_take_the_frozen_file_from_the_next(engine, tmp_path):
         assert not list(checkpoint.verify())
 
 
+@pytest.mark.parametrize("how", ["written to", "cut short", "another run's"])
+def test_a_file_that_was_touched_is_not_linked_on(engine, tmp_path, how):
+    """A new checkpoint is whole even where the one before no longer is."""
+    engine.save_checkpoint(tmp_path, "a")
+    path = tmp_path / "a" / "rank00000.frozen.safetensors"
+    content = path.read_bytes()
+    if how == "another run's":
+        path.rename(tmp_path / "elsewhere")
+    path.write_bytes(content[:-9] if how == "cut short" else content[:-1] + bytes([content[-1] ^ 1]))
+    engine.save_checkpoint(tmp_path, "b")
+    with Checkpoint(tmp_path / "b") as saved:
+        assert not list(saved.verify())
+
+
 def test_where_there_are_no_links_the_file_is_copied(engine, tmp_path, monkeypatch):
     def no_link(source: Path, target: Path) -> None:
         raise OSError(1, "Operation not permitted")

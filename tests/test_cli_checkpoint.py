@@ -100,6 +100,16 @@ def test_export(saved, tmp_path, capsys):
     assert code == 2 and f"`{out}` exists" in err
 
 
+def test_what_is_asked_of_the_wrong_folder(saved, tmp_path, capsys):
+    code, _, err = zplan(capsys, "list", saved / "a" / "global_step1")
+    assert code == 2 and "is a checkpoint, and its name is a tag" in err
+    code, _, err = zplan(capsys, "import", saved / "a", tmp_path / "out")
+    assert code == 2 and "global_step2` is a checkpoint of zplan" in err
+    (tmp_path / "a" / "latest").mkdir(parents=True)
+    code, _, err = zplan(capsys, "verify", tmp_path / "a")
+    assert code == 2 and "latest` can't be read: Is a directory" in err
+
+
 def test_a_folder_that_is_not_there(tmp_path, capsys):
     for command in (["list", tmp_path / "x"], ["verify", tmp_path / "x"], ["export", tmp_path / "x", tmp_path / "y"]):
         code, out, err = zplan(capsys, *command)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import workload as w
 
+from zplan.cli import main
 from zplan.planner.errors import ZplanError
 from zplan.planner.hfconfig import read_architecture
 from zplan.runtime.checkpoint_folder import commit, prepare
@@ -170,6 +171,70 @@ def test_a_model_without_a_known_config_is_refused(tmp_path):
     with pytest.raises(ZplanError, match="a `Plain` has no `config.json` that zplan knows"):
         engine.save_16bit_model(tmp_path / "out")
     engine.close()
+
+
+class Wrapped(torch.nn.Module):
+    """Passes its model's config on, and has other names for its parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+
+def tiny(**words: Any) -> Any:
+    return {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, **words}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers for what is on its way out
+@pytest.mark.parametrize("how", ["wrapped", "adapters", "adapters inside"])
+def test_names_that_no_model_folder_has_are_refused(tmp_path, how):
+    """`from_pretrained` would draw every weight that it does not find at random."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**tiny(num_attention_heads=2)))
+    if how == "wrapped":
+        model, message = Wrapped(model), "a `Wrapped` has no `config.json` that zplan knows"
+    else:
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+        model = peft.get_peft_model(model, lora) if how == "adapters" else peft.inject_adapter_in_model(lora, model)
+        message = "is of a model with adapters"
+    engine, *_ = initialize(model=model, config=w.config(0))
+    with pytest.raises(ZplanError, match=message):
+        engine.save_16bit_model(tmp_path / "out")
+    engine.close()
+
+
+def test_a_model_with_buffers_is_refused_and_a_load_says_what_stays(tmp_path, capsys):
+    """Checkpoints hold no buffers, and `from_pretrained` would begin running statistics anew."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
+    engine, *_ = initialize(model=ResNetForImageClassification(config), config=w.config(0))
+    engine.save_checkpoint(tmp_path)
+    message = r"`resnet\S+running_mean` is a buffer, one of \d+ that"
+    with pytest.raises(ZplanError, match=message):
+        engine.save_16bit_model(tmp_path / "out")
+    with Checkpoint(tmp_path / "global_step0") as checkpoint, pytest.raises(ZplanError, match=message):
+        export_checkpoint(checkpoint, tmp_path / "out", dtype="fp32")
+    engine.load_checkpoint(tmp_path)
+    assert "running_mean` and all other buffers" in capsys.readouterr().err
+    engine.close()
+
+
+def test_a_model_of_another_task_is_loaded_by_its_own_class(tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    engine, *_ = initialize(
+        model=LlamaForSequenceClassification(LlamaConfig(**tiny(num_attention_heads=2))), config=w.config(0)
+    )
+    engine.save_checkpoint(tmp_path)
+    engine.close()
+    with pytest.raises(SystemExit, match="0"):
+        main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out")])
+    assert capsys.readouterr().out.startswith("LlamaForSequenceClassification.from_pretrained(")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
 
 
 def test_a_folder_that_exists_is_refused(tmp_path):

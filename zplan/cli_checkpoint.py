@@ -77,11 +77,12 @@ def export(folder: Path, out: Path, tag: str | None, dtype: Literal["bf16", "fp3
     from zplan.planner.units import parse_bytes
     from zplan.runtime.checkpoint_read import Checkpoint
     from zplan.runtime.checkpoint_report import resolve
-    from zplan.runtime.hf_export import export_checkpoint
+    from zplan.runtime.hf_export import export_checkpoint, loading_class
 
     with Checkpoint(resolve(folder, tag)) as opened:
         export_checkpoint(opened, out, dtype=dtype, shard_bytes=parse_bytes(shard_size, "--shard-size"))
-    click.echo(f'AutoModelForCausalLM.from_pretrained("{out}")')
+        name = loading_class(opened.manifest.model)
+    click.echo(f'{name}.from_pretrained("{out}")')
 
 
 @checkpoint.command(
