@@ -211,10 +211,13 @@ class Engine(nn.Module):
         if self.choice.precision != "fp32":
             dtype = COMPUTE_DTYPE[self.choice.precision]
             args, kwargs = tree_map_only(Tensor, lambda t: _cast(t, dtype), (args, kwargs))
-        if self.breakdown is None or not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        with self.breakdown.span("forward"):
-            return self.module(*args, **kwargs)
+        breakdown = self.breakdown if torch.is_grad_enabled() else None
+        with nullcontext() if breakdown is None else breakdown.span("forward"):
+            try:
+                return self.module(*args, **kwargs)
+            except BaseException:
+                self.hooks.stop_forward()
+                raise
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
         """Backward of one micro-step. The step averages over ranks and micro-steps; `loss` is returned as it is.
@@ -435,6 +438,7 @@ class Engine(nn.Module):
 
     def _forget(self) -> None:
         self.sentinels.hide()
+        self.hooks.stop_forward()
         self.hooks.reset_backward()
         self._penalty.forget()
         self.optimizer.finish()
