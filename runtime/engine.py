@@ -5,6 +5,7 @@ The calls are those that people already write: `engine(batch)`, `engine.backward
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -240,6 +241,8 @@ class Engine(nn.Module):
         learning rate is what it is now.
         """
         self._settled()
+        if num_tokens is not None and not num_tokens >= 0:
+            raise ZplanError(f"`num_tokens` is {num_tokens}", "give the number of tokens that `loss` is the mean of")
         if num_tokens is None or num_tokens != 0:
             _check_loss(loss)
         with nullcontext() if self.in_backward is None else self.in_backward.backward(retain_graph=retain_graph):
@@ -308,11 +311,11 @@ class Engine(nn.Module):
         """
         if self.in_backward is not None:
             raise self.in_backward.refusal("`no_sync`", "would add to gradients that are applied as they land")
-        self.reducer.held = True
+        before, self.reducer.held = self.reducer.held, True
         try:
             yield
         finally:
-            self.reducer.held = False
+            self.reducer.held = before
 
     def step(self) -> None:
         """Apply the optimizer at the accumulation boundary; elsewhere do nothing.
@@ -401,6 +404,8 @@ class Engine(nn.Module):
         self._alive()
         if self.in_backward is not None:
             raise self.in_backward.refusal("`penalty`", "would add to gradients that are applied as they land")
+        if not (math.isfinite(l1) and math.isfinite(l2)):
+            raise ZplanError(f"`penalty` with l1 {l1} and l2 {l2}", "give finite numbers")
         return self._penalty.add(l1, l2)
 
     @torch.no_grad()
@@ -417,6 +422,10 @@ class Engine(nn.Module):
             raise self.in_backward.refusal("`clip_grad_norm_`", "comes after the gradients were applied")
         if norm_type != 2.0:
             raise ZplanError(f"`clip_grad_norm_` with norm_type {norm_type}", "only the L2 norm (2.0) is built")
+        if max_norm is None or not max_norm >= 0:
+            raise ZplanError(
+                f"`clip_grad_norm_` with a largest norm of {max_norm}", "give a number; `inf` tells the norm alone"
+            )
         if not self.is_gradient_accumulation_boundary():
             raise ZplanError(
                 f"`clip_grad_norm_` after {self.reducer.micro_step} of {self.choice.accumulation} micro-steps",
