@@ -11,12 +11,16 @@ import mmap
 import os
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zplan.planner.errors import ZplanError
 
 STATE_BYTES = 256
+
+END = "end"
+"""The phase of a rank whose program is over without an error."""
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """How gloo and NCCL say that another rank has gone."""
@@ -108,8 +112,18 @@ def read_where(folder: Path, rank: int) -> str:
     path = _state_path(folder, rank)
     if not path.exists():
         return "before it had started"
+    return describe(*_read_state(path))
+
+
+def _read_state(path: Path) -> tuple[int, str]:
     step, phase, *_ = path.read_bytes().decode(errors="replace").split("\n")
-    return describe(int(step), phase)
+    return int(step), phase
+
+
+def read_left(folder: Path, failed: Collection[int]) -> list[int]:
+    """Ranks that were through, or are not among those that failed."""
+    ranks = sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.state"))
+    return [r for r in ranks if r not in failed or _read_state(_state_path(folder, r))[1] == END]
 
 
 def read_failures(folder: Path) -> list[Failure]:

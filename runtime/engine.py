@@ -5,6 +5,7 @@ The calls are those that people already write: `engine(batch)`, `engine.backward
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -211,10 +212,13 @@ class Engine(nn.Module):
         if self.choice.precision != "fp32":
             dtype = COMPUTE_DTYPE[self.choice.precision]
             args, kwargs = tree_map_only(Tensor, lambda t: _cast(t, dtype), (args, kwargs))
-        if self.breakdown is None or not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        with self.breakdown.span("forward"):
-            return self.module(*args, **kwargs)
+        breakdown = self.breakdown if torch.is_grad_enabled() else None
+        with nullcontext() if breakdown is None else breakdown.span("forward"):
+            try:
+                return self.module(*args, **kwargs)
+            except BaseException:
+                self.hooks.stop_forward()
+                raise
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
         """Backward of one micro-step. The step averages over ranks and micro-steps; `loss` is returned as it is.
@@ -237,7 +241,10 @@ class Engine(nn.Module):
         learning rate is what it is now.
         """
         self._settled()
-        nothing = num_tokens is not None and bool(num_tokens == 0)  # a tensor is read once
+        count = None if num_tokens is None else float(num_tokens)  # a tensor is read once
+        if count is not None and not count >= 0:
+            raise ZplanError(f"`num_tokens` is {num_tokens}", "give the number of tokens that `loss` is the mean of")
+        nothing = count == 0
         if not nothing:
             _check_loss(loss)
         with nullcontext() if self.in_backward is None else self.in_backward.backward(retain_graph=retain_graph):
@@ -309,11 +316,11 @@ class Engine(nn.Module):
         """
         if self.in_backward is not None:
             raise self.in_backward.refusal("`no_sync`", "would add to gradients that are applied as they land")
-        self.reducer.held = True
+        before, self.reducer.held = self.reducer.held, True
         try:
             yield
         finally:
-            self.reducer.held = False
+            self.reducer.held = before
 
     def step(self) -> None:
         """Apply the optimizer at the accumulation boundary; elsewhere do nothing.
@@ -402,6 +409,8 @@ class Engine(nn.Module):
         self._alive()
         if self.in_backward is not None:
             raise self.in_backward.refusal("`penalty`", "would add to gradients that are applied as they land")
+        if not (math.isfinite(l1) and math.isfinite(l2)):
+            raise ZplanError(f"`penalty` with l1 {l1} and l2 {l2}", "give finite numbers")
         return self._penalty.add(l1, l2)
 
     @torch.no_grad()
@@ -418,6 +427,10 @@ class Engine(nn.Module):
             raise self.in_backward.refusal("`clip_grad_norm_`", "comes after the gradients were applied")
         if norm_type != 2.0:
             raise ZplanError(f"`clip_grad_norm_` with norm_type {norm_type}", "only the L2 norm (2.0) is built")
+        if max_norm is None or not max_norm >= 0:
+            raise ZplanError(
+                f"`clip_grad_norm_` with a largest norm of {max_norm}", "give a number; `inf` tells the norm alone"
+            )
         if not self.is_gradient_accumulation_boundary():
             raise ZplanError(
                 f"`clip_grad_norm_` after {self.reducer.micro_step} of {self.choice.accumulation} micro-steps",
@@ -439,6 +452,7 @@ class Engine(nn.Module):
 
     def _forget(self) -> None:
         self.sentinels.hide()
+        self.hooks.stop_forward()
         self.hooks.reset_backward()
         self._penalty.forget()
         self.optimizer.finish()

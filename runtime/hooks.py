@@ -187,6 +187,14 @@ class Hooks:
             self._expect_anywhere(u for u in resident if ran.isdisjoint(self.users[u.name]))
         self.schedule.start_backward()
 
+    def stop_forward(self) -> None:
+        """A forward broke off: end it, also where torch called no hook (it does not for a KeyboardInterrupt)."""
+        if in_backward():
+            return  # a recompute ends early by an exception
+        self.depth, self.training = 0, False
+        self.running.clear()
+        self._release_all()
+
     def order_reduces(self) -> None:
         """Reduce last units first, and those that are used outside their modules after all others."""
         units = [self.flat[n] for n in dict.fromkeys(self.schedule.order) if n in self.flat]

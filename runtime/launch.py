@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.board import Failure, read_failures, read_where
+from zplan.runtime.board import Failure, read_failures, read_left, read_where
 
 LAUNCHER = "ZPLAN_LAUNCHER_PID"
 
@@ -137,6 +137,13 @@ def first_cause(folder: Path, codes: dict[int, int]) -> ZplanError:
     first_hand = [f for f in written if not f.lost_peer]
     if first_hand:
         return _as_error(first_hand[0])
+    left = [] if killed else read_left(folder, codes)
+    waiting = sorted({*codes} - {*left})
+    if left and waiting:
+        return ZplanError(
+            f"rank {left[0]} left without an error while rank {waiting[0]} was {read_where(folder, waiting[0])}",
+            "every rank must run as many steps, also where its data ends earlier than another's",
+        )
     if killed or silent:
         rank = killed[0] if killed else min(silent)
         return ZplanError(f"rank {rank} {_ending(silent[rank])} {read_where(folder, rank)}", _way_out(silent[rank]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -9,8 +10,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from zplan.planner.errors import ZplanError
+
+_starts = itertools.count()
+"""Of process groups, in the same order on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +117,18 @@ def own_device() -> torch.device:
 
 
 def _start(timeout_s: float) -> None:
-    device = own_device()
+    """Start the job's process group. The launcher's store outlives it, and so would the addresses in it: each has keys
+    of its own.
+    """
+    device, timeout = own_device(), timedelta(seconds=timeout_s)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_s),
+        store=dist.PrefixStore(f"zplan/start/{next(_starts)}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
 

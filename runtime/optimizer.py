@@ -365,6 +365,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Refused: the engine's step also gathers and keeps count."""
         raise ZplanError("`optimizer.step()` on the engine's optimizer", "call `engine.step()`")
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the engine is there: what comes later has no states."""
+        if "units" in vars(self):
+            raise ZplanError(
+                "`optimizer.add_param_group()` on the engine's optimizer, which has no states for what comes later",
+                "give all groups to `zplan.initialize(model_parameters=...)`, with an `lr` of 0 for later ones",
+            )
+        super().add_param_group(param_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own signature
         """Nothing to do: gradients are consumed by the step."""
 

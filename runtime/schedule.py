@@ -44,8 +44,9 @@ class Scheduler:
         t = self.last_batch_iteration
         self.optimizer.set_lr(self.schedule.lr(t, self.base_lr))
         if self.base_betas is not None:
-            for group in self.optimizer.param_groups:
-                group["betas"] = self.schedule.betas(t, self.base_betas)
+            betas = self.schedule.betas(t, self.base_betas)
+            for group in self.optimizer.param_groups if betas is not self.base_betas else ():
+                group["betas"] = betas
 
     def count(self) -> None:
         """Have the device say how many steps were applied: after each step, and after a checkpoint was loaded."""
@@ -102,6 +103,7 @@ class TorchScheduler:
             )
         self.moved = 0
         """Steps that the scheduler was moved by."""
+        self._written: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
         self._applied = LateRead(optimizer.applied)
         self.before_step()
 
@@ -114,17 +116,22 @@ class TorchScheduler:
                 "can't go back",
                 "load the checkpoint before training, with a scheduler that was just made",
             )
+        pairs = list(zip(self.torch.optimizer.param_groups, self.optimizer.param_groups, self._written, strict=True))
+        for source, group, written in pairs:
+            # What the user has changed since goes on from there, as with a plain optimizer.
+            source.update({name: group[name] for name, value in written.items() if group[name] != value})
         with warnings.catch_warnings():
             # The engine's step is the optimizer's, which torch can't see.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
             while self.moved < applied:
                 self.torch.step()
                 self.moved += 1
-        for source, group in zip(self.torch.optimizer.param_groups, self.optimizer.param_groups, strict=True):
+        for source, group, written in pairs:
             for name in ("lr", "betas", "momentum"):
                 if name in source and source is not group:
                     group[name] = source[name]
             group["lr"] = float(group["lr"])
+            written.update({name: group[name] for name in ("lr", "betas", "momentum") if name in source})
 
     def count(self) -> None:
         """Have the device say how many steps were applied: after each step, and after a checkpoint was loaded."""

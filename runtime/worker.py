@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from zplan.planner.errors import ZplanError
-from zplan.runtime.board import Board
+from zplan.runtime.board import END, Board
 from zplan.runtime.job import Job
 from zplan.runtime.launch import leave_with_launcher
 from zplan.runtime.watchdog import LAST_WORDS
@@ -30,6 +30,7 @@ def main() -> None:
         if leaving.code not in (None, 0):
             board.fail(ZplanError(f"`{job.script}` left with {leaving.code!r} on rank {board.rank}"))
             _leave(1)
+        board.enter(END)
     except BaseException as error:
         board.fail(cause_of(error), report=report_on(error, job, board.phase))
         _leave(1)
@@ -76,7 +77,7 @@ def run_script(job: Job, board: Board) -> None:
     sys.path.insert(0, str(job.script.resolve().parent))
     board.enter("script")
     runpy.run_path(str(job.script), run_name="__main__")
-    board.enter("end")
+    board.enter(END)
 
 
 def _leave(code: int) -> None:

@@ -126,6 +126,16 @@ def test_a_lost_peer_is_not_the_cause(tmp_path):
     assert "rank 3 failed" in str(first_cause(tmp_path, {0: 1, 1: -15, 2: 1, 3: 1}))
 
 
+def test_a_rank_that_left_early_is_the_cause(tmp_path):
+    """Whether it was gone already, or was ended while it closed its engine."""
+    Board(tmp_path, 0).fail(RuntimeError("Connection closed by peer"))
+    Board(tmp_path, 1).enter("idle")
+    assert str(first_cause(tmp_path, {0: 1})).startswith("rank 1 left without an error while rank 0 was in its start")
+    Board(tmp_path, 2).enter("end")
+    assert str(first_cause(tmp_path, {0: 1, 1: -15, 2: -15})).startswith("rank 2 left without an error while rank 0")
+    assert str(first_cause(tmp_path, {0: 1, 1: -11, 2: -15})).startswith("rank 1 was ended by SIGSEGV")
+
+
 def test_only_lost_peers_still_name_one(tmp_path):
     for rank in (1, 0):
         Board(tmp_path, rank).fail(RuntimeError("Connection closed by peer"))

@@ -194,25 +194,39 @@ def test_initialization_holds_one_full_unit_beside_the_shards(run_ranks):
         assert peak <= after + unit
 
 
-def interrupted(rank: int, world_size: int, stage: int) -> tuple[list[float], list[float]]:
-    """Losses of three steps, without and with a backward that breaks off in the second and is forgotten."""
+def interrupted(rank: int, world_size: int, stage: int) -> list[list[float]]:
+    """Losses of three steps, without and with a backward or forward that breaks off in the second and is forgotten."""
     out = []
-    for breaks in (False, True):
+    for breaks in ("", "backward", "forward"):
         engine, *_ = initialize(model=w.build(w.LLAMA4), config=w.config(stage), init=w.fill)
         losses = []
         for step in range(3):
             batch = w.batch(w.LLAMA4.vocab, step, rank, 0)
-            if breaks and step == 1:
+            if breaks == "backward" and step == 1:
                 with pytest.raises(MemoryError):
                     engine.backward(failing_loss(engine, batch))
                 engine.reset_step()
+            if breaks == "forward" and step == 1:
+                stop_forward(engine, batch)
             loss = engine(*batch)
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
         out.append(losses)
         engine.close()
-    return out[0], out[1]
+    return out
+
+
+def stop_forward(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Ctrl-C in a forward, which torch tells no hook of."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = engine.module.blocks[1].q.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        engine(*batch)
+    handle.remove()
 
 
 def failing_loss(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -229,6 +243,6 @@ def failing_loss(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> to
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_backward_that_broke_off_can_be_forgotten(run_ranks, stage):
-    for plain, broken in run_ranks(2, interrupted, stage):
-        assert plain == broken
+def test_a_pass_that_broke_off_can_be_forgotten(run_ranks, stage):
+    for plain, backward, forward in run_ranks(2, interrupted, stage):
+        assert plain == backward == forward

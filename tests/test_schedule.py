@@ -152,6 +152,29 @@ def test_a_torch_scheduler_that_cycles_betas(make):
     assert schedule.torch.last_epoch == 5, "the sixth step's outcome is read in the seventh"
 
 
+def test_a_group_that_was_changed_on_the_way_goes_on_from_there(make):
+    """As with a plain optimizer: a scheduler multiplies the new rate, and leaves what is not its own."""
+    engine, optimizer, _ = make(None, lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+    train(engine, [0, 1])
+    group = optimizer.param_groups[0]
+    group["betas"], group["lr"] = (0.7, 0.8), 0.4
+    train(engine, [2])
+    assert group["lr"] == pytest.approx(0.2) and group["betas"] == (0.7, 0.8)
+
+
+def test_a_schedule_keeps_betas_of_groups(make):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "betas": (0.7, 0.8)}]
+    engine, optimizer, *_ = zplan.initialize(
+        model=model,
+        model_parameters=groups,
+        config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "scheduler": WARMUP},
+    )
+    engine.close()
+    assert [tuple(g["betas"]) for g in optimizer.param_groups] == [(0.9, 0.999), (0.7, 0.8)]
+
+
 def test_a_torch_scheduler_follows_a_checkpoint(make, tmp_path):
     engine, optimizer, _ = make(None, lr_scheduler=lambda_lr)
     train(engine, [0, 1, "bad", 2])
