@@ -31,7 +31,7 @@ from zplan.runtime.detect import find_units
 from zplan.runtime.deterministic import be_deterministic
 from zplan.runtime.gatherer import Gatherer
 from zplan.runtime.groups import Asked, Parameters, read_optimizer
-from zplan.runtime.guards import guard_state_dicts, refuse_unless_whole
+from zplan.runtime.guards import check_frozen, check_loss, check_own, guard_state_dicts, refuse_unless_whole
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.in_backward import InBackward
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
@@ -246,7 +246,7 @@ class Engine(nn.Module):
             raise ZplanError(f"`num_tokens` is {num_tokens}", "give the number of tokens that `loss` is the mean of")
         nothing = count == 0
         if not nothing:
-            _check_loss(loss)
+            check_loss(loss)
         with nullcontext() if self.in_backward is None else self.in_backward.backward(retain_graph=retain_graph):
             self._backward(loss, num_tokens, retain_graph=retain_graph, nothing=nothing)
         self.sentinels.show()
@@ -264,10 +264,10 @@ class Engine(nn.Module):
         self.sentinels.hide()
         self.hooks.phase("backward.loss")
         if self.hooks.spans is not None:
-            self._check_own()
+            check_own(self.module, self.units)
         if isinstance(loss, Tensor):
             self.hooks.look_for_uses(loss)
-        self._check_frozen()
+        check_frozen(self.frozen)
         ringed = any(unit.slot is not None for unit in self.units)
         if nothing and not (ringed and isinstance(loss, Tensor) and loss.requires_grad):
             self.hooks.empty_backward()
@@ -284,27 +284,6 @@ class Engine(nn.Module):
                 # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
                 # since fp16 ends at 65,504.
                 total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
-
-    def _check_own(self) -> None:
-        """Raise where something came into the model that this engine does not train. Walks all of its modules."""
-        own = {id(p) for u in self.units for p in u.params}
-        for name, p in self.module.named_parameters():
-            if p.requires_grad and id(p) not in own:
-                raise ZplanError(
-                    f"`{name}` came into the model after `zplan.initialize`, so that nothing trains it",
-                    "resize embeddings and add adapters before `initialize`",
-                )
-
-    def _check_frozen(self) -> None:
-        """Raise where a parameter that has no states was unfrozen."""
-        for unit in self.frozen:
-            for p, row in zip(unit.params, unit.placement.unit.params, strict=True):
-                if p.requires_grad:
-                    raise ZplanError(
-                        f"`{row.name}` was frozen when the engine was made, so that it has no optimizer states, and "
-                        "requires a gradient now",
-                        "leave it trainable for `zplan.initialize`, in a group of its own with an `lr` of 0 at first",
-                    )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -504,7 +483,7 @@ class Engine(nn.Module):
             How long to wait for the other ranks before saying which is missing.
         """
         self._settled()
-        self._check_own()
+        check_own(self.module, self.units)
         if grads and self.in_backward is not None:
             raise self.in_backward.refusal("`summon(grads=True)`", "finds no gradients: they are applied as they land")
         return Summoned(self, module or self.module, grads=grads, optim=optim, write=write, timeout_s=timeout_s)
@@ -652,19 +631,6 @@ class Engine(nn.Module):
         self._alive()
         if self.in_backward is not None:
             self.in_backward.check_last_step(self.global_steps)
-
-
-def _check_loss(loss: object) -> None:
-    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
-        return
-    what = f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        what = f"a tensor of shape {tuple(loss.shape)}" if loss.numel() != 1 else "one that no parameter leads to"
-    raise ZplanError(
-        f"`backward` needs one loss with a graph and got {what}",
-        "take the mean of several; on a rank that has nothing to learn from pass `num_tokens=0`, or add "
-        "`0.0 * output.sum()`",
-    )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

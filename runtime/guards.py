@@ -1,5 +1,5 @@
-"""Refuses `state_dict` of a model, or of a part of it, where parameters are not whole, and `load_state_dict` where what
-it writes would be lost.
+"""What users may do to a model that an engine has, and may not: refuses `state_dict` where parameters are not whole,
+`load_state_dict` where what it writes would be lost, and training of what is not trained.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zplan.planner.errors import ZplanError
@@ -57,3 +57,40 @@ def _refuse_loading(units: Sequence[FlatUnit], *, assign: bool, sharded: bool) -
         kept = u.placement.frozen or (not sharded and u.master is None)
         if not u.summoned and not (u.open and kept):
             raise ZplanError(f"`load_state_dict` into `{u.name}`, of which this rank trains a part or a copy", hint)
+
+
+def check_loss(loss: object) -> None:
+    """Raise where backward would have nowhere to begin."""
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        return
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {tuple(loss.shape)}" if loss.numel() != 1 else "one that no parameter leads to"
+    raise ZplanError(
+        f"`backward` needs one loss with a graph and got {what}",
+        "take the mean of several; on a rank that has nothing to learn from pass `num_tokens=0`, or add "
+        "`0.0 * output.sum()`",
+    )
+
+
+def check_own(model: nn.Module, units: Sequence[FlatUnit]) -> None:
+    """Raise where something came into the model that the engine of these units does not train. Walks all modules."""
+    own = {id(p) for u in units for p in u.params}
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in own:
+            raise ZplanError(
+                f"`{name}` came into the model after `zplan.initialize`, so that nothing trains it",
+                "resize embeddings and add adapters before `initialize`",
+            )
+
+
+def check_frozen(units: Sequence[FlatUnit]) -> None:
+    """Raise where a parameter of frozen units, which has no states, was unfrozen."""
+    for unit in units:
+        for p, row in zip(unit.params, unit.placement.unit.params, strict=True):
+            if p.requires_grad:
+                raise ZplanError(
+                    f"`{row.name}` was frozen when the engine was made, so that it has no optimizer states, and "
+                    "requires a gradient now",
+                    "leave it trainable for `zplan.initialize`, in a group of its own with an `lr` of 0 at first",
+                )
