@@ -184,7 +184,8 @@ def _in_use(text: str, own: Size | None) -> Size | None:
 def _size(number: str, unit: str) -> Size:
     scale = _UNITS[unit.lower()]
     decimals = len(number.partition(".")[2])
-    return Size(round(float(number) * scale), scale // (2 * 10**decimals) if decimals else 0)
+    # Half of the last digit, and what rounding to whole bytes may add: 131,072 print as 0.12 MiB.
+    return Size(round(float(number) * scale), scale // (2 * 10**decimals) + 1 if decimals else 0)
 
 
 def _rank(line: str) -> int | None:

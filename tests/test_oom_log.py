@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zplan.planner.oom_log import Size, read_messages, segment_bytes
@@ -78,6 +78,7 @@ def test_a_broken_line_is_one_message_and_a_repeated_one_is_told_once():
     assert read_messages("all is well: 20.00 MiB free\n") == ()
 
 
+@example(2**17)
 @given(st.integers(1, 2**38))
 def test_a_printed_size_knows_how_exact_it_is(nbytes):
     unit, scale = ("GiB", GIB) if nbytes > GIB else ("MiB", MIB)
