@@ -268,8 +268,9 @@ class Engine(nn.Module):
         if isinstance(loss, Tensor):
             self.hooks.look_for_uses(loss)
         check_frozen(self.frozen)
-        ringed = any(unit.slot is not None for unit in self.units)
-        if nothing and not (ringed and isinstance(loss, Tensor) and loss.requires_grad):
+        if nothing and not (
+            isinstance(loss, Tensor) and loss.requires_grad and any(unit.slot is not None for unit in self.units)
+        ):
             self.hooks.empty_backward()
             return
         total = loss if num_tokens is None else loss * num_tokens

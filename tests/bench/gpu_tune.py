@@ -5,6 +5,9 @@ python tests/bench/gpu_tune.py
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 from kernel_timing import Adam, Copy, Norm, Sum, millis, say
 
@@ -46,33 +49,24 @@ def norm() -> None:
         say(f"  norm {short(setting)}: 2^28 {n.ours(2**28, **setting):.4f} ms, 2^24 {n.ours(2**24, **setting):.4f}")
 
 
+def tell(name: str, settings: Sequence[tuple[int, int, int, int]], **timed: Callable[..., float]) -> None:
+    """A line for each (threads a block, vectors in flight, elements a block, STREAM)."""
+    for setting in (dict(zip(("BLOCK", "UNROLL", "CHUNK", "STREAM"), row, strict=True)) for row in settings):
+        times = ", ".join(f"{what} {fn(**setting):.3f} ms" for what, fn in timed.items())
+        say(f"  {name} {short(setting)}: {times}")
+
+
 def copy() -> None:
     c = Copy()
-    for b, u, chunk, s in (
-        (256, 4, 8192, 1),
-        (128, 4, 8192, 1),
-        (256, 2, 8192, 1),
-        (256, 4, 16384, 1),
-        (256, 4, 8192, 0),
-    ):
-        setting = {"BLOCK": b, "UNROLL": u, "CHUNK": chunk, "STREAM": s}
-        write, add = c.ours(add=False, **setting), c.ours(add=True, **setting)
-        say(f"  copy {short(setting)}: write {write:.3f} ms, add {add:.3f}")
+    settings = [(256, 4, 8192, 1), (128, 4, 8192, 1), (256, 2, 8192, 1), (256, 4, 16384, 1), (256, 4, 8192, 0)]
+    tell("copy", settings, write=partial(c.ours, add=False), add=partial(c.ours, add=True))
 
 
 def sums() -> None:
     s = Sum(2)
-    for b, u, chunk, stream in (
-        (256, 4, 8192, 1),
-        (256, 2, 8192, 1),
-        (512, 2, 8192, 1),
-        (128, 4, 8192, 1),
-        (256, 4, 4096, 1),
-        (256, 4, 8192, 0),
-    ):
-        setting = {"BLOCK": b, "UNROLL": u, "CHUNK": chunk, "STREAM": stream}
-        with_norm, without = s.ours(norm=True, **setting), s.ours(norm=False, **setting)
-        say(f"  sums {short(setting)}: with norm {with_norm:.3f} ms, without {without:.3f}")
+    settings = [(256, 4, 8192, 1), (256, 2, 8192, 1), (512, 2, 8192, 1), (128, 4, 8192, 1), (256, 4, 4096, 1)]
+    settings.append((256, 4, 8192, 0))
+    tell("sums", settings, with_norm=partial(s.ours, norm=True), without=partial(s.ours, norm=False))
 
 
 if __name__ == "__main__":
