@@ -92,7 +92,7 @@ class FusedAdamW:
         self._defines, self._max_blocks = dict(defines or {}), max_blocks
         if any(s.low is not None for s in slices):
             assert all(s.low is not None for s in slices), "some masters are split and some are not"
-            self._defines = {**compiler.TUNED_SPLIT, **self._defines}
+            self._defines = {**compiler.TUNED_SPLIT, **self._defines, "SPLIT": 1}
         self._macros = {**compiler.TUNED["adamw"], **self._defines}
         self._addresses: list[int] = []
         self._grad_dtype: torch.dtype | None = None

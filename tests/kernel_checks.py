@@ -236,7 +236,7 @@ def sums(device, *, add, dtype, ranks=3, offset=0, num=11, finite=False, strided
     spans, grads, at = unit(device, num, offset, strided=strided)
     if finite:
         grads = [None if g is None else g.nan_to_num(0.5, 0.25) for g in grads]
-    mine, worst = GradPlaces(spans, defines=defines).of(grads), 0.0
+    mine, worst, normed = GradPlaces(spans, defines=defines).of(grads), 0.0, 0
     for start, end in ((0, at + 64), (64, 8192 + 64), (8961, 22000), (at, at + 3)):
         others = Guarded(torch.randn((ranks - 1) * (end - start), device=device).to(dtype), offset)
         came = others.view.view(ranks - 1, -1)
@@ -255,8 +255,9 @@ def sums(device, *, add, dtype, ranks=3, offset=0, num=11, finite=False, strided
             total, bad = reference.square_sum(want)
             assert norm.first_nonfinite() == (None if bad < 0 else (1, bad)), (norm.first_nonfinite(), bad)
             if bad < 0:
+                normed += 1
                 worst = max(worst, abs(float(norm.total) - total) / total / (2 * EPS))
-    assert bool(worst) == finite or device.type == "cpu"
+    assert normed or not finite, "no window had a norm"
     return worst
 
 

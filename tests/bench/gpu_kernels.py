@@ -27,7 +27,7 @@ def checks() -> int:
             worst = f"{case(DEVICE):.2f} of its bound"
             good = float(worst.split()[0]) <= 1.0
         except AssertionError as problem:
-            worst, good = f"{problem}".splitlines()[0], False
+            worst, good = repr(problem), False
         bad += not good
         say(f"  {'ok ' if good else 'BAD'} {name}: {worst}")
     return bad

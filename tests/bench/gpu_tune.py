@@ -36,10 +36,10 @@ def adamw() -> None:
         found = [(a.ours(half=True, **{**best, **t}), t) for t in group]
         say("  adamw " + "  ".join(f"{short(t)} {ms:.3f}" for ms, t in found))
         best |= min(found, key=lambda x: x[0])[1]
-    say(
-        f"  adamw best {best}: {a.ours(half=True, **best):.3f} ms, without copy {a.ours(half=False, **best):.3f}, "
-        f"split {a.ours(half=True, split=True, **best):.3f}"
-    )
+    say(f"  adamw best {best}: {a.ours(half=True, **best):.3f} ms, without copy {a.ours(half=False, **best):.3f}")
+    for block, unroll in ((128, 2), (256, 1), (256, 2), (256, 4), (512, 2)):
+        setting = {"BLOCK": block, "UNROLL": unroll}
+        say(f"  adamw split {short(setting)}: {a.ours(half=True, split=True, **setting):.3f} ms")
 
 
 def norm() -> None:

@@ -7,7 +7,9 @@ ln -s "$PWD"/zplan/*.py "$PWD/planner" "$PWD/runtime" "$PWD/cuda_ops" "$shim/zpl
 export PYTHONPATH="$shim:${PYTHONPATH:-}" PYTORCH_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1
 nproc=$1
 shift
-if [ "$nproc" = 0 ]; then
+if [ "$nproc" = 0 ] && [ "$1" = pytest ]; then
+    exec python3 -P -m "$@"  # -P: the checkout's bare folder zplan would hide the package
+elif [ "$nproc" = 0 ]; then
     exec python3 "$@"
 fi
 python3 -m torch.distributed.run --standalone --nproc-per-node "$nproc" "$@"
