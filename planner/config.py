@@ -167,6 +167,15 @@ class Choice:
         return self.transport == "copies" and self.world_size > 1 and self.device == "cuda"
 
     @property
+    def communicators(self) -> int:
+        """Of one rank: one an axis of parallelism, for all that DDP, FSDP2 or DeepSpeed send along it. zplan's gathers
+        have another where they are collectives, as they would wait for reduces.
+        """
+        axes = self.world_size, self.tensor_parallel, self.pipeline_parallel, self.context_parallel, self.hpz
+        apart = self.runtime == "zplan" and self.world_size > 1 and self.stage > 0 and not self.copies
+        return sum(ranks > 1 for ranks in axes) + apart
+
+    @property
     def sharded(self) -> bool:
         """Whether parameters live in shards between uses: stage 3 on more than one rank."""
         return self.stage == 3 and self.world_size > 1

@@ -23,8 +23,8 @@ class Constant(NamedTuple):
     note: str
     source: Source = "measured"
     instances: int = 1
-    distributed: bool = False
-    """Only there with more than one rank."""
+    communicator: int = 0
+    """1: there where a rank has one; 2: as often as it has more."""
     between: tuple[int, int] | None = None
     """Bounds in MiB; None where it is as exact as its source is."""
     tier: Tier = "device"
@@ -59,13 +59,13 @@ MEASURED: dict[str, tuple[Constant, ...]] = {
         Constant("overhead.context", 94, f"the CUDA context ({_ON_H200})"),
         Constant("overhead.kernels", 148, f"kernels loaded while training ({_ON_H200})"),
         Constant(
-            "overhead.nccl", 840, f"first communicator of 2 ranks, its kernels included ({_ON_H200})", distributed=True
+            "overhead.nccl", 840, f"first communicator of 2 ranks, its kernels included ({_ON_H200})", communicator=1
         ),
         Constant(
             "overhead.nccl2",
             556,
             f"second communicator: what one without traffic takes ({_ON_H200}); published are 0.5 to 0.65 GiB",
-            distributed=True,
+            communicator=2,
             between=(512, 666),
         ),
         Constant(
@@ -99,11 +99,19 @@ ESTIMATED: tuple[Constant, ...] = (
     ),
     Constant(
         "overhead.nccl",
-        1024,
-        f"two communicators; {_NOT_MEASURED}, 1.36 GiB on two H200s, published are 0.5 to 0.65 GiB each",
+        512,
+        f"first communicator; {_NOT_MEASURED}, 0.82 GiB on two H200s, published are 0.5 to 0.65 GiB",
         "estimate",
-        distributed=True,
-        between=(768, 1396),
+        communicator=1,
+        between=(384, 840),
+    ),
+    Constant(
+        "overhead.nccl2",
+        512,
+        f"second communicator; {_NOT_MEASURED}, 0.54 GiB on two H200s",
+        "estimate",
+        communicator=2,
+        between=(384, 556),
     ),
     _ROUNDING,
     _PROCESS,
@@ -159,14 +167,18 @@ def overhead_lines(hardware: Hardware, choice: Choice, phases: Sequence[str]) ->
     hardware
         Decides which constants apply.
     choice
-        Its ranks decide whether there is a communicator, its device whether there is a card at all.
+        Decides how many communicators there are; its device, whether there is a card at all.
     phases
         Of the ledger that the lines join.
     """
     if choice.device == "cpu":
         return ()
     always = (0, len(phases) - 1)
-    found = [c for c in constants(hardware) if choice.world_size > 1 or not c.distributed]
+    found = [
+        c._replace(instances=choice.communicators - 1) if c.communicator == 2 else c
+        for c in constants(hardware)
+        if c.communicator <= choice.communicators
+    ]
     if choice.deterministic:
         mib, note = workspace_bytes("", deterministic=True) // MIB, f"cuBLAS workspace, {WORKSPACE}"
         found = [c._replace(mib=mib, note=note, between=(mib, mib)) if c.id == CUBLAS else c for c in found]

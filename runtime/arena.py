@@ -34,10 +34,10 @@ class Arena:
 
     def take_shared(self, line: str, numel: int, dtype: torch.dtype, mesh: Mesh) -> Shared:
         """A buffer on every rank that all of them read. Every rank must take it at the same point."""
-        assert mesh.gathers is not None
+        assert mesh.reduces is not None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what torch's allocator has cached is of no use for this
-        out = Shared(numel, dtype, self.device, mesh.gathers, mesh.timeout_s)
+        out = Shared(numel, dtype, self.device, mesh.reduces, mesh.timeout_s)
         self._given.setdefault(line, []).append(weakref.ref(out.buffer.untyped_storage()))
         return out
 

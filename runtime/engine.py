@@ -95,8 +95,10 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = model
-        self.training_config, self.mesh = training, mesh
-        self.choice = choice_of(training, mesh)
+        self.training_config, self.choice = training, choice_of(training, mesh)
+        if self.choice.communicators > 1:
+            mesh = mesh.with_gathers_apart()
+        self.mesh = mesh
         if weights is not None:
             weights.bind(model)
             weights.fill_buffers(model, mesh.device)

@@ -1,11 +1,16 @@
-"""Rank, world, device and process groups. The only place that makes groups."""
+"""Rank, world, device and process groups. The only place that makes groups.
+
+[Note: communicators] NCCL makes a communicator when a group is first used, and on NVLink each takes half a GiB of the
+card that no allocator shows. So no group is bound to a device, which would make them at once: the job's own group,
+which nothing here uses, never gets one.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -20,7 +25,7 @@ _starts = itertools.count()
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands. Gathers and reduces have a communicator each, since one would serialise them."""
+    """Where this process stands. Gathers and reduces share a group until `with_gathers_apart`."""
 
     rank: int
     world_size: int
@@ -36,21 +41,29 @@ class Mesh:
     timeout_s: float = 600.0
     """How long a collective may wait for a missing rank."""
 
+    def with_gathers_apart(self) -> Mesh:
+        """With another group for gathers, which would wait for reduces in one. Every rank must ask."""
+        return self if self.reduces is None else replace(self, gathers=dist.new_group())
+
     def reads_peers(self) -> bool:
         """Whether the GPUs of all ranks can read each other's memory. Every rank must ask."""
-        if self.world_size == 1 or self.pretended or not self.one_host or self.gathers is None:
+        if self.world_size == 1 or self.pretended or not self.one_host or self.reduces is None:
             return False
-        if dist.get_backend(self.gathers) != "nccl":
+        if dist.get_backend(self.reduces) != "nccl":
             return False
         from zplan.runtime.symmetric import reachable
 
         mine = torch.tensor([int(reachable(self.device, self.world_size))], device=self.device)
-        dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self.gathers)
+        dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self.reduces)
         return bool(mine.item())
 
     def close(self) -> None:
+        """End the groups, and with them their communicators' memory; the job's own too if it was started here."""
         if self.started_here and dist.is_initialized():
             dist.destroy_process_group()
+        for group in (self.gathers, self.reduces):  # in the same order on all ranks
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
 
 
 def join(*, pretend_world: int | None = None, timeout_s: float = 600.0) -> Mesh:
@@ -78,16 +91,15 @@ def join(*, pretend_world: int | None = None, timeout_s: float = 600.0) -> Mesh:
         device = torch.device("cpu")
     if world == 1:
         return Mesh(0, 1, device, None, None, started_here=started)
-    gathers = dist.new_group()
-    reduces = dist.new_group()
+    group = dist.new_group()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     one_host = pretend_world is not None or here == world
     return Mesh(
         dist.get_rank(),
         world,
         device,
-        gathers,
-        reduces,
+        group,
+        group,
         started_here=started,
         one_host=one_host,
         pretended=pretend_world is not None,
@@ -129,7 +141,6 @@ def _start(timeout_s: float) -> None:
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
     )
 
 

@@ -151,6 +151,24 @@ def test_one_rank_has_no_communicator_and_the_cpu_no_card():
     assert overhead_lines(hw, Choice(0, 2, device="cpu"), PHASES) == ()
 
 
+@pytest.mark.parametrize(
+    ("communicators", "choice"),
+    [
+        (0, Choice(3, 1)),
+        (1, Choice(0, 2)),
+        (2, Choice(3, 2)),
+        (1, Choice(3, 2, transport="copies")),
+        (1, Choice(3, 2, runtime="fsdp2")),
+        (1, Choice(0, 1, runtime="deepspeed", tensor_parallel=2)),
+        (3, Choice(3, 8, runtime="deepspeed", tensor_parallel=2, hpz=2)),
+    ],
+)
+def test_communicators_are_counted(communicators, choice):
+    for hw in (Hardware(8, 1, 24 * GIB), Hardware(8, 1, 143771 * MIB, "H200 SXM 141GB")):
+        lines = [x for x in overhead_lines(hw, choice, PHASES) if "nccl" in x.id]
+        assert sum(x.instances for x in lines) == communicators
+
+
 def test_measured_cards_are_in_the_table():
     names = {r.name for r in read_gpus()}
     assert set(MEASURED) <= names

@@ -35,3 +35,22 @@ def test_engines_start_one_after_another(run_ranks):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for losses in run_ranks(2, start_again, store.port, limit=30.0):
         assert len(set(losses)) == 1
+
+
+def leave_what_others_started(rank: int, world_size: int, stage: int) -> list[int]:
+    """Process groups before, while and after an engine lives in a group that the caller started."""
+    groups = dist.distributed_c10d._world.pg_map
+    found = [len(groups)]
+    engine, *_ = initialize(model=w.build(w.LLAMA4), config=w.config(stage), init=w.fill)
+    found.append(len(groups))
+    engine.close()
+    engine.close()
+    assert dist.is_initialized()
+    return [*found, len(groups)]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "own"), [(0, 1), (3, 2)])
+def test_engine_takes_its_groups_with_it(run_ranks, stage, own):
+    for before, alive, after in run_ranks(2, leave_what_others_started, stage, limit=30.0):
+        assert (alive - before, after - before) == (own, 0)

@@ -1,6 +1,6 @@
 """Do all stages train like one process on GPUs, and do checked mode and the optimizer in backward change nothing?
 
-torchrun --standalone --nproc-per-node N tests/bench/gpu_check.py
+torchrun --standalone --nproc-per-node N tests/bench/gpu_check.py [fp32|bf16]
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def same_in_backward(stage: int, precision: str) -> bool:
 def main() -> None:
     mesh = join_job()
     bad = 0
-    for precision in ("fp32", "bf16"):
+    for precision in sys.argv[1:] or ("fp32", "bf16"):
         for k in (1, 3):
             dtype = torch.float32 if precision == "fp32" else torch.bfloat16
             expected = w.reference(
