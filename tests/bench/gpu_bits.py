@@ -67,6 +67,7 @@ MODES = {
     "without overlap": {"overlap": False},
     "three slots": {"ring_slots": 3},
     "checked": {"checked": True},
+    "by collectives": {"transport": "collectives"},
 }
 
 if __name__ == "__main__":

@@ -11,12 +11,15 @@ import sys
 import torch
 from shapes import SHAPES, spec
 
-from zplan.planner.overhead import workspace_lines
+from zplan.planner.hardware import hardware_from
+from zplan.planner.overhead import overhead_lines, workspace_lines
 from zplan.planner.predict import predict
 from zplan.planner.timeline import timeline
 from zplan.runtime.decoder import Decoder, init_parameter
 from zplan.runtime.initialize import initialize
 from zplan.runtime.mesh import own_device
+from zplan.runtime.preflight import OUTSIDE
+from zplan.runtime.symmetric import outside_bytes
 from zplan.runtime.verify import Meter
 
 
@@ -56,6 +59,9 @@ def main() -> None:
     if engine.rank == 0:
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
+        beside = total - free - stats["reserved_bytes.all.current"] - outside_bytes()
+        constants = overhead_lines(hardware_from(gpus=engine.world_size), engine.choice, time.phases)
+        told = sum(x.total_bytes for x in constants if x.id.startswith(OUTSIDE))
         out = sys.stdout.write
         out(
             f"== {name} stage {stage} mb {micro_batch} seq {seq} k {accumulation} {checkpointing} "
@@ -71,6 +77,8 @@ def main() -> None:
             f"({(max(r.predicted for r in c.peaks) / top.measured - 1) * 100:+.3f} %)\n"
             f"  allocated peak {stats['allocated_bytes.all.peak']:,} "
             f"reserved peak {stats['reserved_bytes.all.peak']:,} device used {total - free:,}\n"
+            f"  beside allocator and shared buffers {beside / 2**20:,.0f} MiB, by the ledger's constants "
+            f"{told / 2**20:,.0f}\n"
         )
     engine.close()
 
