@@ -28,11 +28,6 @@ template <int OWN, int KIND> __device__ void sum(const SumGrads& a, const char* 
     bool vectors = aligned(out, 16) && aligned(grad, 4 * Format<OWN>::SIZE) &&
                    aligned(others, 4 * Format<KIND>::SIZE) && a.numel % 4 == 0;
     i64 body = vectors ? count & ~(i64)3 : 0;
-    auto term = [&](int r, i64 i) {
-        if (r == a.rank ? !grad : r >= a.count) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (r == a.rank) return Format<OWN>::load4(grad, i);
-        return Format<KIND>::load4(others, (r > a.rank ? r - 1 : r) * a.numel + i);
-    };
 #pragma unroll 1
     for (i64 base = 4 * (i64)threadIdx.x; base < body; base += 4 * BLOCK * UNROLL) {
         float4 x[UNROLL];
@@ -41,16 +36,16 @@ template <int OWN, int KIND> __device__ void sum(const SumGrads& a, const char* 
             i64 i = base + 4 * BLOCK * u;
             x[u] = a.add && i < body ? *(const float4*)(out + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
+        const char* other = others;
 #pragma unroll 1
-        for (int r = 0; r < a.count; r += 2) {  // two at a time are on their way from memory
-            float4 y[UNROLL], z[UNROLL];
+        for (int r = 0; r < a.count; r++) {
 #pragma unroll
             for (int u = 0; u < UNROLL; u++) {
                 i64 i = base + 4 * BLOCK * u;
-                if (i < body) y[u] = term(r, i), z[u] = term(r + 1, i);
+                if (i < body && (r != a.rank || grad))
+                    x[u] = plus(x[u], r == a.rank ? Format<OWN>::load4(grad, i) : Format<KIND>::load4(other, i));
             }
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++) x[u] = plus(plus(x[u], y[u]), z[u]);
+            if (r != a.rank) other += a.numel * Format<KIND>::SIZE;
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
