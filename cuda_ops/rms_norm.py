@@ -20,7 +20,7 @@ PARTS = 256
 """Blocks of the backward, each with an fp32 row of its part of the weight's gradient. On every GPU the same, so that
 sums are added in the same order everywhere, and the buffer's size is known."""
 
-FORWARD_SHARE, BACKWARD_SHARE = 64, 8
+SHARE = 16
 """Elements of a row that a thread holds, where there are threads enough."""
 
 MAX_WIDTH = 2**15
@@ -93,7 +93,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x)
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if x.numel():
-        defines = _defines(x.shape[-1], FORWARD_SHARE, KINDS[x.dtype], _lanes(x, weight, out))
+        defines = _defines(x.shape[-1], SHARE, KINDS[x.dtype], _lanes(x, weight, out))
         params = _RmsNorm(*(t.data_ptr() for t in (x, weight, out, rstd)), x.shape[-1], eps)
         function = compiler.kernel("rms_norm", "rms_norm", x.get_device(), defines)
         function.launch(rstd.numel(), defines["BLOCK"], params)
@@ -109,7 +109,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Ten
     if not x.numel():
         return grad_x, grad_weight.zero_()
     parts = x.new_empty((PARTS, width), dtype=torch.float32)
-    defines = _defines(width, BACKWARD_SHARE, KINDS[x.dtype], _lanes(grad, x, weight, grad_x))
+    defines = _defines(width, SHARE, KINDS[x.dtype], _lanes(grad, x, weight, grad_x))
     pointers = (t.data_ptr() for t in (grad, x, weight, rstd, grad_x, parts))
     function = compiler.kernel("rms_norm", "rms_norm_backward", index, defines)
     function.launch(PARTS, defines["BLOCK"], _RmsNormBackward(*pointers, rstd.numel(), width))

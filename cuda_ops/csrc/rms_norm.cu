@@ -43,8 +43,9 @@ static_assert(sizeof(RmsNorm) == 40, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ RmsNorm a) {
     i64 row = blockIdx.x;
-    float x[VECTORS][LANES], square = 0.0f;
+    float x[VECTORS][LANES], w[VECTORS][LANES], square = 0.0f;
     fetch(a.x, row, a.width, x);
+    fetch(a.weight, 0, a.width, w);  // here, so that they are on their way while threads meet
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
 #pragma unroll
@@ -54,10 +55,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_consta
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (column(v) >= a.width) continue;
-        float w[LANES];
-        Elements::load(a.weight, column(v), w);
 #pragma unroll
-        for (int k = 0; k < LANES; k++) x[v][k] *= rstd * w[k];
+        for (int k = 0; k < LANES; k++) x[v][k] *= rstd * w[v][k];
         Elements::store(a.y, row * a.width + column(v), x[v]);
     }
 }

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import failfast
+import torch
 
 SLACK_MIB = 16
 """By which the driver's own use may differ."""
@@ -42,7 +43,7 @@ def held(before: list[int]) -> list[int]:
 
 def main() -> None:
     before = used_mib()
-    ranks = min(2, len(before))
+    ranks = min(2, torch.cuda.device_count())
     bad = 0
     for how in ("kill", "raise", "diverge") if ranks > 1 else ("kill", "raise"):
         with tempfile.TemporaryDirectory() as folder:

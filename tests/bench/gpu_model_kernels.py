@@ -172,13 +172,13 @@ def norms() -> None:
     ours = millis(lambda: rms_norm.backward(grad, x, weight, rstd))
     say_pair("RMSNorm backward", 3 * x.nbytes, ours, ("torch", t), *rows[1:])
     for share in (8, 16, 32, 64):
-        rms_norm.FORWARD_SHARE = rms_norm.BACKWARD_SHARE = share
+        rms_norm.SHARE = share
         ours = (
             millis(lambda: rms_norm.forward(x, weight, 1e-5)),
             millis(lambda: rms_norm.backward(grad, x, weight, rstd)),
         )
         say(f"    {share} elements a thread: forward {ours[0]:.4f}, backward {ours[1]:.4f} ms")
-    rms_norm.FORWARD_SHARE, rms_norm.BACKWARD_SHARE = 64, 8
+    rms_norm.SHARE = 16
     for count in (128, 256, 528):
         rms_norm.PARTS = count
         say(f"    backward in {count} parts: {millis(lambda: rms_norm.backward(grad, x, weight, rstd)):.4f} ms")

@@ -21,6 +21,8 @@ CASES = (
         "norm unaligned",
         "non-finite NaN",
         "copy unaligned",
+        "sums bf16",
+        "sums fp16 of 2, unaligned",
         "rescale",
     ),
     *("cross-entropy bf16", "cross-entropy fp32, smoothing", "cross-entropy fp16, loss alone", "bad label"),
