@@ -255,6 +255,8 @@ class Aten(Pointwise):
         itemsize, (b, h, t, d), groups, width = q.itemsize, q.shape, k.shape[1], v.shape[3]
         trained = added is not None and added.node is not None
         kernel = self._attention_kernel(itemsize, d, width, added)
+        if added is not None:
+            added = self.expand(added, (b, h, t, t))
 
         def backward(g: Grads, s: Grads) -> Outs:
             # Scores again, and gradients of scores, queries, keys and values.
@@ -262,13 +264,13 @@ class Aten(Pointwise):
             self.tape.attend(b, h, t, t, width, times=2, causal=causal)
             pairs = list(zip(s, "qkv", strict=False))
             if kernel == "efficient":
-                from zplan.planner.efficient_attention import gradient_sums
+                from zplan.planner.efficient_attention import gradient_sums, row_products
 
                 grads: Outs = [self._row_major_heads(x.shape, x.itemsize, f"{n}.grad") for x, n in pairs]
-                delta = self.tape.workspace(b * h * t * FP32, "attention.delta")
-                sums = gradient_sums(self.tape, (b, h, t, d), width, itemsize)
                 if trained:
                     grads.append(self.tape.new((b, h, t, t), itemsize, "attention bias.grad"))
+                delta = row_products(self.tape, (b, h, t, d), width, itemsize)
+                sums = gradient_sums(self.tape, (b, h, t, d), width, itemsize)
                 del delta, sums
                 return grads
             grads = [self.like(x, f"{n}.grad") for x, n in pairs]

@@ -2,7 +2,7 @@
 
 Called with ids and labels, and neither pixels nor token types, the image tower is not run: its parameters have states
 and no gradient. The decoder is that of `Gemma3ForCausalLM`; only its masks are made before the positions are, which are
-not searched for packed sequences, and its logits are never capped.
+not searched for packed sequences, and for kinds of layers that there are; and its logits are never capped.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from zplan.planner.hftape import ClassTape
 
 class Gemma3Tape(ClassTape):
     """The text decoder behind an image tower that is left out."""
+
+    @property
+    def num_masks(self) -> int:
+        return 1 if self.other_layer is None else self.style.masks
 
     def features(self, ids: Value) -> Value:
         embedded, seq = self.embed(ids), ids.shape[1]

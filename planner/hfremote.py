@@ -3,7 +3,7 @@
 No class of the transformers package exists to check these lists against. They follow the published remote code
 (`modeling_internlm2.py`, `modeling_baichuan.py` of the 7B, `modeling_chatglm.py`) in what a layer saves and makes;
 `tests/test_hfremote.py` holds them to modules of ours that take the same steps. Caches are off. The loss is taken of
-logits without the last token, whose (B, T - 1, V) elements are counted as (B, T, V).
+logits without the last token (`planner/hfshifted.py`).
 
 See [Note: lifetimes] in `planner/tape.py`.
 """
@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zplan.planner.aten import Aten
-from zplan.planner.aten_devices import BOOL, FP32, INT64, Grads, Outs
+from zplan.planner.aten_devices import BOOL, FP32, Grads, Outs
 from zplan.planner.graph import Value
 from zplan.planner.hfblocks import Block
 from zplan.planner.hfops import first_of, one_of, rotary_tables, rotate, rotate_half, split_sizes
+from zplan.planner.hfshifted import but_last, entropy, labels_from_second, squared_maxima
 from zplan.planner.hftape import ClassTape
 
 
@@ -43,21 +44,10 @@ class RemoteTape(ClassTape):
         return self.op.to(logits, self.loss_itemsize)
 
     def loss(self, logits: Value, labels: Value) -> Value:
-        rows = self.op.view(_but_last(self.op, logits), (labels.numel, self.arch.vocab))
-        return self.entropy(rows, labels)
+        return self.entropy(but_last(self.op, logits), labels)
 
     def entropy(self, rows: Value, labels: Value) -> Value:
-        target = self._shifted_labels(labels).view((labels.numel,), (1,))
-        return self.op.nll_loss(self.op.softmax(rows, "log_softmax"), target)
-
-
-def _but_last(op: Aten, logits: Value) -> Value:
-    """`logits[:, :-1].contiguous()`; of one sequence the slice is contiguous."""
-    shape, itemsize = logits.shape, logits.itemsize
-    node = op.tape.node([logits], lambda g, s: [op.tape.new(shape, itemsize, "slice.grad")])
-    out = logits.alias()
-    op.tape.finish(node, out)
-    return op.clone(out) if shape[0] > 1 else out
+        return entropy(self.op, rows, labels_from_second(self.op, labels), labels.shape[0])
 
 
 # InternLM2
@@ -157,7 +147,7 @@ class BaichuanTape(RemoteTape):
     def entropy(self, rows: Value, labels: Value) -> Value:
         if not self.arch.trait("normed_head"):
             return super().entropy(rows, labels)
-        other = _squared_maxima(self.op, rows)
+        other = squared_maxima(self.op, rows, labels.shape[0])
         return self.op.named("loss", self.op.add(super().entropy(rows, labels), other))
 
 
@@ -188,24 +178,6 @@ def _divided(op: Aten, x: Value, by: Value) -> Value:
 
     node = op.tape.node([x, by], backward, x, by)
     out = op.like(x, "div")
-    op.tape.finish(node, out)
-    return out
-
-
-def _squared_maxima(op: Aten, rows: Value) -> Value:
-    """A number times the mean of the squares of each row's maximum, whose gradient is scattered into zeros."""
-    shape, itemsize = rows.shape, rows.itemsize
-
-    def backward(g: Grads, s: Grads) -> Outs:
-        zeros = op.tape.new(shape, itemsize, "max.grad")
-        if not op.table.in_place_accumulation:
-            zeros = op.tape.new(shape, itemsize, "max.grad")
-        return [zeros]
-
-    largest = op.tape.new(shape[:1], itemsize, "max")
-    indices = op.like(largest, "max.indices", INT64)
-    node = op.tape.node([rows], backward, largest, indices)
-    out = op.tape.new((), itemsize, "loss")
     op.tape.finish(node, out)
     return out
 

@@ -23,7 +23,7 @@ from zplan.planner.families import Params, Recipe
 from zplan.planner.graph import Value
 from zplan.planner.hfmla import attend_plain
 from zplan.planner.hfops import activate
-from zplan.planner.hft5_bias import bias_of_distance, causal_bias, masked_bias
+from zplan.planner.hft5_bias import bias_of_distance, causal_mask, masked_bias
 from zplan.planner.hftape import ClassTape
 from zplan.planner.models import Architecture, Unit
 
@@ -129,11 +129,9 @@ class T5Block:
 
     def _as_mask(self, bias: Value, mask: Value | None, *, causal: bool) -> Value:
         """The bias in the order of its dims, without what a token may not see."""
-        if mask is not None:
-            bias = masked_bias(self.op, bias, mask)
-        elif causal and bias.shape[-1] > 1:
-            bias = causal_bias(self.op, bias)
-        return self.op.contiguous(bias)
+        if mask is None and causal and bias.shape[-1] > 1:
+            mask = causal_mask(self.op, bias.shape[-1])
+        return self.op.contiguous(bias if mask is None else masked_bias(self.op, bias, mask))
 
     def _eager(self, q: Value, k: Value, v: Value, bias: Value, mask: Value | None) -> tuple[Value, Value]:
         op = self.op

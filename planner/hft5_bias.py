@@ -22,11 +22,6 @@ def bias_of_distance(op: Aten, table: Value, seq: int, *, both_ways: bool) -> Va
     return _turned(op, _looked_up(op, table, bucket))
 
 
-def causal_bias(op: Aten, bias: Value) -> Value:
-    """The bias, and the lowest number where a token would see a later one."""
-    return masked_bias(op, bias, _compared(op, bias.shape[-1]))
-
-
 def masked_bias(op: Aten, bias: Value, allowed: Value) -> Value:
     """The bias, and the lowest number where a mask of bytes, (T, T) or (B, 1, T, T), does not allow: `torch.where`."""
     batch = allowed.shape[0] if len(allowed.shape) > 2 else 1
@@ -55,7 +50,8 @@ def _shifted(op: Aten, x: Value) -> Value:
     return op.like(x, "bias.positions")
 
 
-def _compared(op: Aten, seq: int) -> Value:
+def causal_mask(op: Aten, seq: int) -> Value:
+    """(T, T), whether a token is no later than another."""
     _rows, _columns = _integers(op, seq), _integers(op, seq)
     return op.tape.new((seq, seq), BOOL, "causal mask")
 

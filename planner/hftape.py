@@ -43,10 +43,20 @@ class ClassTape(StepTape):
         calls = []
         for i in range(self.arch.layers):
             run = self.make_block(i).run
-            # Where there are two kinds of layers the first one stands for those of the other kind.
-            kind = -1 if i == 0 else 0
+            # What a kind of layers shares lives until its first layer's backward, so one of the other kind tells all.
+            kind = -1 if i == self.other_layer else 0
             calls.append((f"blocks.{i}", run, (positions, *tables[kind], *(masks and [masks[kind]]))))
         return self.unit("norm", self._norm, self.blocks(start, calls))
+
+    @property
+    def other_layer(self) -> int | None:
+        """Number of the first layer of another kind than the first one, where there are two kinds."""
+        return number if 0 < (number := self.arch.trait("other_layer")) < self.arch.layers else None
+
+    @property
+    def num_masks(self) -> int:
+        """Masks of eager attention: one for each kind of layers that the class knows."""
+        return self.style.masks
 
     def make_block(self, i: int) -> Block:
         return self.block(self.op, self.by_unit[f"blocks.{i}"], self.arch, self.style, self.recipe.attention)
@@ -76,10 +86,11 @@ class ClassTape(StepTape):
         return out
 
     def tables(self, seq: int) -> Sequence[tuple[Value, ...]]:
-        """cos and sin, once for each kind of layer."""
+        """cos and sin, once for each kind of layer that there is."""
         wide = self.arch.trait("rotary") or self.arch.head_dim
         itemsize = FP32 if self.style.rotary_fp32 else self.itemsize
-        return [rotary_tables(self.op, wide, seq, itemsize) for _ in range(self.style.tables)]
+        kinds = 1 if self.other_layer is None else self.style.tables
+        return [rotary_tables(self.op, wide, seq, itemsize) for _ in range(kinds)]
 
     def _dropped(self, embedded: Value) -> Value:
         return self.op.dropout(embedded) if self.arch.trait("embed_dropout") else embedded
@@ -106,7 +117,7 @@ class ClassTape(StepTape):
         """Fused attention of whole sequences needs none. Otherwise each is (B, 1, T, T), in the compute dtype."""
         padding = self.padding_mask(*ids.shape)
         if self.recipe.attention == "eager":
-            return [self._mask(*ids.shape) for _ in range(self.style.masks)]
+            return [self._mask(*ids.shape) for _ in range(self.num_masks)]
         return [] if padding is None else [padding]
 
     def _mask(self, batch: int, seq: int) -> Value:

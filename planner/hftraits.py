@@ -66,7 +66,7 @@ def neox(keys: Keys, hidden: int) -> Traits:
 
 def gemma2(keys: Keys, hidden: int) -> Traits:
     """A cap that is there and null is none; one that is not there is the class's."""
-    traits = gemma3_text(keys, hidden)
+    traits = gemma3_text(keys, hidden) | {"other_layer": _other_layer(keys, 2)}
     for name, key in (("capped_scores", "attn_logit_softcapping"), ("capped_logits", "final_logit_softcapping")):
         traits[name] = keys.config.get(key, True) is not None
     return traits
@@ -77,8 +77,20 @@ def gemma3_text(keys: Keys, hidden: int) -> Traits:
     return {
         **biases(keys),
         "window": keys.integer("sliding_window", 4096),
+        "other_layer": _other_layer(keys, keys.integer("sliding_window_pattern", 6)),
         "capped_logits": keys.config.get("final_logit_softcapping") is not None,
     }
+
+
+def _other_layer(keys: Keys, pattern: int) -> int:
+    """Number of the first layer of another kind than the first one, 0 where all are alike.
+
+    Without `layer_types` the last one of each `pattern` layers has no window.
+    """
+    kinds = keys.config.get("layer_types")
+    if not kinds:
+        return pattern - 1
+    return next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
 
 
 def opt(keys: Keys, hidden: int) -> Traits:
@@ -172,6 +184,7 @@ def gpt_oss(keys: Keys, hidden: int) -> Traits:
         **biases(keys, default=True),
         "expert_ffn": keys.integer("intermediate_size", 2880),
         "window": keys.integer("sliding_window", 128),
+        "other_layer": _other_layer(keys, 2),
     }
 
 

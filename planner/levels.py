@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from zplan.planner.graph import Frame, Storage, Value
-from zplan.planner.monomials import BASIS, SORT, SORT_POSITIONS, SORT_TYPES, WIDTH, Level, RowSum, factor, split
+from zplan.planner.monomials import BASIS, SORT, SORT_POSITIONS, SORT_TYPES, TOKENS, WIDTH, Level, RowSum, factor, split
 from zplan.planner.strides import row_major
 
 OF_PRODUCTS = frozenset(
@@ -64,7 +64,7 @@ class Levels:
         return self._value(shape, itemsize, strides or row_major(shape), self._allocate(at, coefficient, label))
 
     def extend(self, value: Value, shape: Sequence[int]) -> None:
-        """Let a value's storage be larger by so many elements: two monomials together."""
+        """Let a value's storage be larger by so many elements, or smaller: two monomials together."""
         value.storage.beside = self.new(shape, value.itemsize, value.storage.label)
 
     def multiply(self, *extents: int, times: int = 1) -> None:
@@ -83,8 +83,11 @@ class Levels:
 
     def padded(self, nbytes: int, tile: int, label: str, *, kernel: bool = False) -> Value:
         """`nbytes` per sequence and per token of a sequence rounded up to a tile; or (`CHUNK`) per token of a chunk."""
-        at = tile + WIDTH * kernel
-        return self._value((nbytes,), 1, (1,), self._allocate(at, nbytes, label))
+        return self.tiles(nbytes * TOKENS.get(tile, 1), tile, label, kernel=kernel)
+
+    def tiles(self, nbytes: int, tile: int, label: str, *, kernel: bool = False) -> Value:
+        """`nbytes` for each tile of a sequence."""
+        return self._value((nbytes,), 1, (1,), self._allocate(tile + WIDTH * kernel, nbytes, label))
 
     def workspace(self, nbytes: int, label: str) -> Value:
         """Bytes that a kernel holds for itself."""

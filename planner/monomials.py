@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zplan.planner.layout import ceil_to
-
 PRIME_B, PRIME_T = 2**31 - 1, 2**61 - 1
 BASIS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 """Exponents of (B, T) of every size that occurs."""
-TILE_32, TILE_128, SORT, SORT_POSITIONS, SORT_TYPES, CHUNK = range(len(BASIS), len(BASIS) + 6)
-"""Indices of more monomials: B times T rounded up to 32 or to 128, the tiles of attention kernels; bytes that the
-backward of an embedding of tokens takes to sort their ids, of one of positions, and of one of types; tokens
-whose logits exist at once."""
-WIDTH = len(BASIS) + 6
+TILE_32, TILE_64, TILE_128, SORT, SORT_POSITIONS, SORT_TYPES, CHUNK = range(len(BASIS), len(BASIS) + 7)
+"""Indices of more monomials: B times the number of tiles of so many tokens that T takes, as attention kernels cut it;
+bytes that the backward of an embedding of tokens takes to sort their ids, of one of positions, and of one of types;
+tokens whose logits exist at once."""
+TOKENS = {TILE_32: 32, TILE_64: 64, TILE_128: 128}
+"""Of a tile."""
+WIDTH = len(BASIS) + 7
 
 Level = tuple[int, ...]
 """Coefficients of live bytes: `WIDTH` for what tensors hold, as many for what kernels hold for themselves, and one for
@@ -42,7 +42,8 @@ class RowSum(NamedTuple):
 
 def monomials(b: int, t: int, sort_bytes: tuple[int, int, int], chunk: int) -> tuple[int, ...]:
     """Values of all monomials, those of the kernels' half included, at batch `b` and sequence `t`."""
-    values = (*(b**i * t**j for i, j in BASIS), b * ceil_to(t, 32), b * ceil_to(t, 128), *sort_bytes, chunk)
+    tiles = (b * -(-t // n) for n in TOKENS.values())
+    values = (*(b**i * t**j for i, j in BASIS), *tiles, *sort_bytes, chunk)
     return values + values
 
 

@@ -121,12 +121,13 @@ def recipe_of(choice: Choice) -> Recipe:
 def small_shape(arch: Architecture, choice: Choice, adapters: Adapters | None) -> Architecture:
     """As many blocks as tell all about a model; in segments of several every block has a place of its own.
 
-    Dense layers before sparse ones have one each, and so has the first sparse one, which borders on them.
+    Dense layers before sparse ones have one each, and so has the first sparse one, which borders on them; likewise the
+    layers up to the first of another kind than theirs.
     """
     if choice.checkpointing == "full" and choice.checkpoint_every > 1:
         return arch
-    dense = len(arch.dense_layers)
-    enough = max(SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS, dense and dense + 3)
+    others = (len(arch.dense_layers), arch.trait("other_layer"))
+    enough = max(SIMULATED_ADAPTED if adapters else SIMULATED_BLOCKS, *(n and n + 3 for n in others))
     return shallow(arch, lambda layers: min(layers, enough))
 
 

@@ -89,6 +89,30 @@ def test_every_phase_equals_what_an_observer_sees(name, kind):
     expect_phases(config, choice, observed(config, choice), but=TOWER)
 
 
+PATTERNS = {
+    # The third and the sixth of seven layers have no window; on the tape the fourth stands for the fifth and sixth.
+    "every third": {
+        "num_hidden_layers": 7,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    },
+    "the last one": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "none": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 4},
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [(n, k) for n in PATTERNS for k in (KINDS[0], KINDS[3])], ids=str)
+def test_what_layers_of_a_kind_share_lives_until_the_first_of_them(name, kind):
+    config, choice = SMALL | {"text_config": TEXT | PATTERNS[name]}, choose(*kind)
+    expect_phases(config, choice, observed(config, choice), but=TOWER)
+
+
+def test_without_a_list_the_sixth_layer_is_the_first_without_a_window():
+    text = {k: v for k, v in TEXT.items() if k != "layer_types"}
+    for more, number in (({}, 5), ({"sliding_window_pattern": 3}, 2)):
+        arch, _ = read_architecture(text | more, "m")
+        assert arch.trait("other_layer") == number
+
+
 def test_dropout_equals_what_an_observer_sees():
     config, choice = SMALL | DROPPED, choose(3, 10, "bf16", "none", "eager")
     expect_phases(config, choice, observed(config, choice), but=TOWER)

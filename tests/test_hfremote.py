@@ -57,7 +57,7 @@ def predicted(config, choice):
 
 @pytest.mark.parametrize(("name", "batch", "seq", "precision", "checkpointing", "attention"), GRID)
 def test_every_phase_equals_what_an_observer_sees(name, batch, seq, precision, checkpointing, attention):
-    """The loss's phases but for the last token of each sequence; the embedding's, where masks are made, is apart."""
+    """All but the embedding's, where masks are made."""
     config, choice = CASES[name], choose(batch, seq, precision, checkpointing, attention)
     arch = spec_of(config)[0].arch
     assert arch is not None
@@ -66,15 +66,8 @@ def test_every_phase_equals_what_an_observer_sees(name, batch, seq, precision, c
     modules = {"embed": model.embed, **blocks, "norm": model.norm, "head": model.head}
     seen = observe(model, modules, choice, model, (3, 100))
     expected = predicted(config, choice)
-    wrong = {p: (n, seen[p]) for p, n in expected.items() if p not in (*LOSS, "idle", "forward.embed") and n != seen[p]}
+    wrong = {p: (n, seen[p]) for p, n in expected.items() if p not in ("idle", "forward.embed") and n != seen[p]}
     assert not wrong, wrong
-    token = batch * arch.vocab * 4
-    for phase in LOSS:
-        assert 0 <= expected[phase] - seen[phase] <= 4 * token, (phase, expected[phase], seen[phase], token)
-
-
-LOSS = ("loss", "backward.loss", "backward.head")
-"""Phases in which logits without their last token are alive."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from zplan.planner.aten import Aten
 from zplan.planner.aten_devices import DEVICES
-from zplan.planner.efficient_attention import gradient_sums
+from zplan.planner.efficient_attention import gradient_sums, row_products
 from zplan.planner.graph import PARAMETER_GRADIENT, UnitGradients
 from zplan.planner.monomials import PRIME_B, PRIME_T, TILE_128, WIDTH, monomials
 from zplan.planner.strides import dense_like, is_dense, row_major, view_strides
@@ -71,13 +71,16 @@ def test_what_is_beside_a_storage_lives_as_long():
 @pytest.mark.parametrize(
     ("heads", "wide", "values", "itemsize", "expected"),
     [
-        (2, 64, 64, 2, 2 * 4 * 64 * 256),
-        (2, 80, 80, 2, 2 * 4 * 128 * 256),
-        # A sum of 192 a query, and a block of 64 keys and values in tiles of 128.
-        (16, 192, 128, 2, 16 * 4 * (192 * 256 + 64 * (256 + 128))),
-        (2, 64, 64, 4, 0),
+        # 200 tokens are four tiles of 64, or two of 128; 16 bytes are a lock.
+        (2, 64, 64, 2, 2 * 4 * (16 + 4 * 64 * 64)),
+        (2, 80, 80, 2, 2 * 2 * (16 + 4 * 128 * 128)),
+        # Three blocks of 64 for the 192 elements of a query, and a block of 64 keys and values in tiles of 128.
+        (16, 192, 128, 2, 16 * (2 * 3 * (16 + 4 * 128 * 64) + 4 * 64 * (256 + 128))),
+        (2, 64, 64, 4, 2 * 4 * (16 + 4 * 64 * 64)),
+        (2, 80, 80, 4, 2 * 2 * 2 * (16 + 4 * 128 * 64)),
+        (16, 192, 128, 4, 16 * 2 * 3 * (16 + 4 * 128 * 64)),
     ],
-    ids=["narrow", "tile of 128", "two widths", "fp32"],
+    ids=["narrow", "tile of 128", "two widths", "fp32", "fp32, tile of 128", "fp32, two widths"],
 )
 def test_sums_of_the_memory_efficient_kernel(heads, wide, values, itemsize, expected):
     tape, _ = start()
@@ -86,6 +89,18 @@ def test_sums_of_the_memory_efficient_kernel(heads, wide, values, itemsize, expe
     tape.close()
     assert peak(tape, t=200) == expected
     del sums
+
+
+@pytest.mark.parametrize(("itemsize", "during"), [(2, 0), (4, 4 * 3 * 10 * (128 + 1))], ids=["bf16", "fp32"])
+def test_in_fp32_torch_multiplies_output_and_gradient_before_the_kernel(itemsize, during):
+    tape, _ = start()
+    tape.enter("one")
+    delta = row_products(tape, (1, 3, 10, 192), 128, itemsize)
+    tape.enter("two")
+    tape.close()
+    assert peak(tape, t=10, phase=1) == during + 4 * 3 * 10
+    assert peak(tape, t=10) == 4 * 3 * 10
+    del delta
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -113,7 +128,7 @@ def test_kernel_bytes_count_in_their_own_half():
     held = tape.new((PRIME_T,), 4, "tensor"), tape.padded(40, TILE_128, "tiles", kernel=True)
     tape.close()
     (level,) = (v for v in tape.levels[-1] if any(v))
-    assert level[WIDTH + TILE_128] == 40
+    assert level[WIDTH + TILE_128] == 40 * 128
     assert peak(tape, b=2, t=129) == 4 * 129 + 40 * 2 * 256
     del held
 

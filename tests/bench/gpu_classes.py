@@ -36,7 +36,7 @@ LITTLE = 64 * 2**20
 """Bytes that may be allocated before a case: room for libraries' workspaces, and for no model of a case before it."""
 CONVOLUTION = "cuDNN's workspace for the convolution"
 NAMED = {("vit", "forward.embed"): CONVOLUTION, ("vit", "backward.embed"): CONVOLUTION}
-"""What a phase of a class holds that shapes don't tell, while it is under half of a peak (`docs/memory-model.md`)."""
+"""What a phase of a class holds that shapes don't tell, while it doesn't decide the peak (`docs/memory-model.md`)."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Result:
 
     @property
     def named(self) -> dict[str, int]:
-        """What differs for a known one, far from the peak."""
-        half = max(self.measured.values()) / 2
+        """What differs for a known one, in phases below the peak."""
+        top = max(self.measured.values())
         found = {p: self.measured[p] - self.predicted[p] for p in self.reasons if p in self.measured}
-        return {p: n for p, n in found.items() if n and self.measured[p] < half}
+        return {p: n for p, n in found.items() if n and self.measured[p] < top}
 
     @property
     def worst(self) -> float:
@@ -109,6 +109,9 @@ def line(case: Case, r: Result) -> str:
         p = next(iter(r.off))
         shown = f"most {p} predicted {r.predicted[p]:,} measured {r.measured[p]:,} ({r.off[p]:+,})"
     shown += "".join(f"; {p} {n:+,}, {r.reasons[p]}" for p, n in r.named.items())
+    if r.named:
+        p = max(r.named, key=lambda p: r.measured[p])
+        shown += f"; with it {p} is {100 * r.measured[p] / true:.1f} % of the peak"
     bad = "BAD" if r.worst > TOLERANCE else "ok "
     return (
         f"{bad} {case!s:58} predicted {top:>15,} measured {true:>15,} ({100 * (true / top - 1):+.3f} %) "
