@@ -105,7 +105,7 @@ def test_structures_have_the_sizes_that_kernels_expect():
 
 @pytest.mark.parametrize("lanes", [1, 2, 4, 8])
 @pytest.mark.parametrize("width", [1, 100, 4096, 11008, rms_norm.MAX_WIDTH])
-@pytest.mark.parametrize("per_thread", [rms_norm.FORWARD_SHARE, rms_norm.BACKWARD_SHARE])
+@pytest.mark.parametrize("per_thread", [8, rms_norm.SHARE])
 def test_threads_cover_a_row(width, lanes, per_thread):
     shape = rms_norm._defines(width, per_thread, 1, lanes)
     assert shape["BLOCK"] % 32 == 0 and 32 <= shape["BLOCK"] <= 1024
