@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from zplan.runtime.mesh import Mesh
 from zplan.runtime.nonfinite import NonFinite, first_nonfinite
 from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.penalty import Penalty
+from zplan.runtime.phases import PhaseListener, Phases
 from zplan.runtime.precision import LossScaler, suspects_of
 from zplan.runtime.reducer import Reducer
 from zplan.runtime.replicas import Replicas
@@ -48,6 +49,7 @@ from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned, Whole
 from zplan.runtime.unit import FlatUnit
 from zplan.runtime.weights import WeightFolder, load_weights
+from zplan.runtime.windows import Windows
 
 OPEN: list[Engine] = []
 """Engines of this process that were not closed, oldest first."""
@@ -56,9 +58,6 @@ FIRST_UNITS = 2
 """Units gathered before the next forward asks: the embedding, and the first block, whose gather the embedding is too
 short to hide.
 """
-
-LISTENERS: list[Callable[[str], None]] = []
-"""Who follows the phases of engines that are yet to come; the last one counts."""
 
 
 class Engine(nn.Module):
@@ -153,10 +152,11 @@ class Engine(nn.Module):
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
         compiled = [f.module for f in found if f.unit.kind == "block"]
         self.uncompile = compile_forwards(compiled) if self.choice.compile else None
-        self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
-        self.hooks.ahead = training.prefetch_numel if training.overlap else 0
+        self.windows = Windows(found, self.units, self.gatherer)
+        self.windows.ahead = training.prefetch_numel if training.overlap else 0
+        self.phases = Phases()
+        self.hooks = Hooks(model, found, self.windows, self.reducer, self.phases)
         self.guards = guard_state_dicts(model, self.units, sharded=shards_states(self.choice))
-        self.on_phase = LISTENERS[-1] if LISTENERS else None
         self.breakdown = breakdown_of(training, self.collectives, self.streams)
         self.telling = telling_of(self, training)
         self.global_steps = 0
@@ -194,12 +194,12 @@ class Engine(nn.Module):
         return first_nonfinite(self.optimizer)
 
     @property
-    def on_phase(self) -> Callable[[str], None] | None:
-        return self.hooks.on_phase
+    def on_phase(self) -> PhaseListener | None:
+        return self.phases.listener
 
     @on_phase.setter
-    def on_phase(self, listener: Callable[[str], None] | None) -> None:
-        self.hooks.on_phase = listener
+    def on_phase(self, listener: PhaseListener | None) -> None:
+        self.phases.listener = listener
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` will be applied."""
@@ -219,7 +219,7 @@ class Engine(nn.Module):
             try:
                 return self.module(*args, **kwargs)
             except BaseException:
-                self.hooks.stop_forward()
+                self.hooks.forward.stop()
                 raise
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
@@ -264,21 +264,21 @@ class Engine(nn.Module):
         self.optimizer.weigh(num_tokens, again=self._graph_kept and not self.reducer.forwarded)
         self._graph_kept = retain_graph
         self.sentinels.hide()
-        self.hooks.phase("backward.loss")
-        if self.hooks.spans is not None:
+        self.phases.begin("backward.loss")
+        if self.hooks.uses.spans is not None:
             check_own(self.module, self.units)
         if isinstance(loss, Tensor):
-            self.hooks.look_for_uses(loss)
+            self.hooks.uses.look(loss)
         check_frozen(self.frozen)
         if nothing and not (
             isinstance(loss, Tensor) and loss.requires_grad and any(unit.slot is not None for unit in self.units)
         ):
-            self.hooks.empty_backward()
+            self.hooks.backward.empty()
             return
         total = loss if num_tokens is None else loss * num_tokens
         with (
             # Where recomputes gather, this rank can take part in the others' gathers only by going the same way.
-            self.hooks.asking(discarding=nothing),
+            self.hooks.backward.asking(discarding=nothing),
             nullcontext() if self.breakdown is None else self.breakdown.span("backward"),
         ):
             if self.optimizer.scaler is None:
@@ -312,7 +312,7 @@ class Engine(nn.Module):
         self._alive()
         if self.reducer.held:
             raise ZplanError("`step` inside `no_sync`", "call it after the last backward of the micro-step, outside")
-        if self.hooks.in_task:
+        if self.hooks.backward.in_task:
             raise ZplanError(
                 "`step` after a backward that broke off, with gradients of some units only",
                 "call `engine.reset_step()` on every rank and run the step's forwards anew",
@@ -320,7 +320,7 @@ class Engine(nn.Module):
         if not self.is_gradient_accumulation_boundary():
             return
         self.sentinels.hide()
-        self.hooks.phase("step")
+        self.phases.begin("step")
         if self.in_backward is None:
             self._compare_replicas()
         if self.optimizer.scaler is not None:
@@ -339,7 +339,7 @@ class Engine(nn.Module):
         self.global_steps += 1
         self.global_samples += self.choice.global_batch
         self._check_replicas()
-        self.hooks.phase("idle")
+        self.phases.begin("idle")
         if self.telling is not None:
             self.telling.after_step()
 
@@ -357,18 +357,18 @@ class Engine(nn.Module):
 
     def _update(self) -> None:
         # What the next forward needs first is updated first, and gathered while the rest is updated.
-        first, rest = self.hooks.split_schedule(FIRST_UNITS)
+        first, rest = self.windows.split_schedule(FIRST_UNITS)
         if self.in_backward is None:
             self._penalty.apply()
             self.optimizer.measure(self.collectives)
             self._update_units(first)
         else:
             self.in_backward.settle()
-        for unit in first if self.hooks.ahead != 0 else ():
+        for unit in first if self.windows.ahead != 0 else ():
             self.gatherer.prefetch(unit)
         if self.in_backward is None:
             self._update_units(rest)
-        self.hooks.open_early()
+        self.hooks.uses.open_early()
 
     def _update_units(self, units: Sequence[FlatUnit]) -> None:
         self.gatherer.let_read(units)
@@ -434,8 +434,8 @@ class Engine(nn.Module):
 
     def _forget(self) -> None:
         self.sentinels.hide()
-        self.hooks.stop_forward()
-        self.hooks.reset_backward()
+        self.hooks.forward.stop()
+        self.hooks.backward.reset()
         self._penalty.forget()
         self.optimizer.finish()
         self.reducer.abandon()
@@ -451,7 +451,7 @@ class Engine(nn.Module):
         """Checked mode: what every rank must hold alike is alike."""
         if not self.collectives.checked:
             return
-        self.hooks.phase("check")
+        self.phases.begin("check")
         # The last scalar is scratch, the norms before reduction differ by rank.
         self.collectives.same_everywhere(
             checksum(self.optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale"
@@ -573,7 +573,7 @@ class Engine(nn.Module):
         found = self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
         if self.in_backward is not None and found[0] is not None and not weights_only:
             self.in_backward.mend()
-        self.hooks.open_early()
+        self.hooks.uses.open_early()
         if self.scheduler is not None:
             self.scheduler.count()
         return found

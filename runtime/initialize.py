@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from torch import nn
 from zplan.planner.dsconfig import TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.runnable import refuse_unrunnable
-from zplan.runtime.engine import LISTENERS, OPEN, Engine
+from zplan.runtime.engine import OPEN, Engine
 from zplan.runtime.groups import Asked, Parameters
 from zplan.runtime.materialize import Initializer
 from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedOptimizer
+from zplan.runtime.phases import LISTENERS, PhaseListener
 from zplan.runtime.schedule import Given, Scheduler, TorchScheduler
 from zplan.runtime.summon import Whole
 from zplan.runtime.weights import WeightFolder
@@ -208,7 +209,7 @@ def engines() -> tuple[Engine, ...]:
     return tuple(OPEN)
 
 
-def watch_phases(listener: Callable[[str], None]) -> None:
+def watch_phases(listener: PhaseListener) -> None:
     """Make `listener` the `on_phase` of every engine that is made from now on in this process."""
     LISTENERS.append(listener)
 
