@@ -5,10 +5,8 @@ What units read and when is in [Note: windows] in windows.py, how the end of a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
+from torch import Tensor
 
 from zplan.planner.errors import ZplanError
 from zplan.runtime.calls import Call, Calls
@@ -36,12 +34,16 @@ class Backward:
 
     # --- begin and end -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def asking(self, *, discarding: bool) -> Iterator[None]:
-        """Around what is a backward of the loss for certain."""
+    def run(self, loss: Tensor, *, scale: Tensor | None, retain_graph: bool, discarding: bool) -> None:
+        """The backward of a loss, for certain: times `scale`, or for gradients that count as zeros (`discarding`)."""
         self.asked, self.discarding = True, discarding
         try:
-            yield
+            if scale is None:
+                loss.backward(retain_graph=retain_graph)
+            else:
+                # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
+                # since fp16 ends at 65,504.
+                loss.float().backward(scale.clone(), retain_graph=retain_graph)
         finally:
             self.asked = self.discarding = False
 

@@ -15,6 +15,7 @@ from torch import nn
 from zplan.planner.dsconfig import TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.runnable import refuse_unrunnable
+from zplan.runtime.cut import cut_up
 from zplan.runtime.engine import OPEN, Engine
 from zplan.runtime.groups import Asked, Parameters
 from zplan.runtime.materialize import Initializer
@@ -102,19 +103,18 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
         training = _training_config(config, model, mesh)
         if lr_scheduler is not None and training.schedule is not None:
             raise ZplanError("both the config's `scheduler` and `lr_scheduler` are given", "drop one of the two")
-        engine = Engine(
+        folder = None if weights is None else WeightFolder(weights)
+        cut = cut_up(
             model,
             training,
             mesh,
-            init=init,
-            seed=seed,
-            checked=checked,
             units=units,
             resident=resident,
             optimizer=optimizer,
             parameters=model_parameters,
-            weights=None if weights is None else WeightFolder(weights),
+            weights=folder,
         )
+        engine = Engine(model, training, cut, init=init, seed=seed, checked=checked, weights=folder)
         if lr_scheduler is not None:
             engine.scheduler = TorchScheduler(lr_scheduler, engine.optimizer)
         loader = None if training_data is None else _loader(training_data, engine, seed)
