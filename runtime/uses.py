@@ -1,4 +1,4 @@
-"""Finds parameters that are used outside the forward of their unit, where nothing gathers them, and keeps them there.
+"""Finds parameters that are used outside the forward of their unit, and has their units stay readable for that.
 
 In the first backward the graph is walked once. A node that takes a parameter's gradient was made while the parameter
 was used; the sequence numbers that autograd gives to nodes say whether a call of the parameter's unit was running then.
