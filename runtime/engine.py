@@ -1,15 +1,13 @@
-"""The engine: composes units, gatherer, reducer, hooks and step, and is what users hold.
+"""The engine: puts the parts of one training together, and is what users hold.
 
 The calls are those that people already write: `engine(batch)`, `engine.backward(loss)`, `engine.step()`.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +18,35 @@ from torch.utils._pytree import tree_map_only
 from zplan.planner.buffers import terms_numel
 from zplan.planner.dsconfig import TrainingConfig
 from zplan.planner.errors import ZplanError
-from zplan.planner.placement import place_units, shards_states
+from zplan.planner.placement import shards_states
 from zplan.runtime.arena import Arena
 from zplan.runtime.breakdown import breakdown_of, telling_of
 from zplan.runtime.checkpoint import Checkpoints, Resume
-from zplan.runtime.choices import choice_of
-from zplan.runtime.collectives import Collectives, checksum
+from zplan.runtime.collectives import Collectives
 from zplan.runtime.compiled import compile_forwards
-from zplan.runtime.detect import find_units
+from zplan.runtime.cut import Cut
 from zplan.runtime.deterministic import be_deterministic
 from zplan.runtime.gatherer import Gatherer
-from zplan.runtime.groups import Asked, Parameters, read_optimizer
 from zplan.runtime.guards import check_frozen, check_loss, check_own, guard_state_dicts, refuse_unless_whole
 from zplan.runtime.hooks import Hooks
 from zplan.runtime.in_backward import InBackward
 from zplan.runtime.materialize import COMPUTE_DTYPE, Initializer, materialize, move_buffers
-from zplan.runtime.mesh import Mesh
 from zplan.runtime.nonfinite import NonFinite, first_nonfinite
 from zplan.runtime.optimizer import ShardedOptimizer
-from zplan.runtime.penalty import Penalty
-from zplan.runtime.precision import LossScaler, suspects_of
+from zplan.runtime.phases import PhaseListener, Phases
+from zplan.runtime.precision import check_scale
 from zplan.runtime.reducer import Reducer
-from zplan.runtime.replicas import Replicas
+from zplan.runtime.replicas import Replicas, check_alike
 from zplan.runtime.schedule import Scheduler, TorchScheduler, scheduler_of
 from zplan.runtime.sentinel import Sentinels
 from zplan.runtime.streams import Streams
 from zplan.runtime.summon import Summoned, Whole
-from zplan.runtime.unit import FlatUnit
+from zplan.runtime.update import Update
 from zplan.runtime.weights import WeightFolder, load_weights
+from zplan.runtime.windows import Windows
 
 OPEN: list[Engine] = []
 """Engines of this process that were not closed, oldest first."""
-
-FIRST_UNITS = 2
-"""Units gathered before the next forward asks: the embedding, and the first block, whose gather the embedding is too
-short to hide.
-"""
-
-LISTENERS: list[Callable[[str], None]] = []
-"""Who follows the phases of engines that are yet to come; the last one counts."""
 
 
 class Engine(nn.Module):
@@ -78,47 +66,26 @@ class Engine(nn.Module):
         Called with the ledger's name of each phase as it begins; None for nobody.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0915  what `initialize` takes, part by part
+    def __init__(
         self,
         model: nn.Module,
         training: TrainingConfig,
-        mesh: Mesh,
+        cut: Cut,
         *,
         init: Initializer | None,
         seed: int,
         checked: bool,
-        units: Sequence[str] | None = None,
-        resident: Sequence[str] = (),
-        optimizer: Asked = None,
-        parameters: Parameters | None = None,
-        weights: WeightFolder | None = None,
+        weights: WeightFolder | None,
     ) -> None:
         super().__init__()
-        self.module = model
-        self.training_config, self.choice = training, choice_of(training, mesh)
-        if self.choice.communicators > 1:
-            mesh = mesh.with_gathers_apart()
-        self.mesh = mesh
-        if weights is not None:
-            weights.bind(model)
-            weights.fill_buffers(model, mesh.device)
-        wanted = read_optimizer(model, training, optimizer, parameters, sharded=shards_states(self.choice))
-        self.choice = replace(self.choice, optimizer=wanted.name)
-        found = find_units(model, units=units, resident=resident, groups=wanted.group_of)
-        if not any(f.params for f in found):
-            raise ZplanError(
-                "the model has no parameters to train", "pass an nn.Module with some that require gradients"
-            )
-        blocks = [sum(u.numel for u, _ in f.segments()) for f in found if f.unit.kind == "block"]
-        self.choice = replace(self.choice, ring_slots=training.slots(blocks))
-        read_elsewhere = frozenset(name for f in found for name in f.reads)
-        placements = place_units([unit for f in found for unit, _ in f.segments()], self.choice, tied=read_elsewhere)
+        self.module, self.training_config = model, training
+        self.mesh, self.choice = mesh, choice = cut.mesh, cut.choice
         self.arena = Arena(mesh.device)
         self.units = materialize(
             model,
-            found,
-            list(placements),
-            self.choice,
+            cut.found,
+            cut.placements,
+            choice,
             self.arena,
             mesh=mesh,
             init=init,
@@ -131,40 +98,40 @@ class Engine(nn.Module):
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what construction left cached would count as reserved for ever
         self.streams = Streams(mesh.device, overlap=training.overlap)
-        self.collectives = Collectives(mesh, self.arena, checked=checked, num_terms=terms_numel(self.choice))
-        self.gatherer = Gatherer(self.units, self.choice, self.collectives, self.streams)
-        self.reducer = Reducer(self.trained, self.choice, self.arena, self.collectives, self.streams)
+        self.collectives = Collectives(mesh, self.arena, checked=checked, num_terms=terms_numel(choice))
+        self.gatherer = Gatherer(self.units, choice, self.collectives, self.streams)
+        self.reducer = Reducer(self.trained, choice, self.arena, self.collectives, self.streams)
         if weights is not None:
             load_weights(self, weights)
-        self.optimizer = ShardedOptimizer(self.trained, self.choice, training, wanted, self.arena)
-        self.reducer.measure, self.reducer.norm_rows = self.optimizer.landed, self.optimizer.norm_rows
+        self.optimizer = ShardedOptimizer(self.trained, choice, training, cut.optimizer, self.arena)
         self.in_backward: InBackward | None = None
-        if self.choice.optimizer_in_backward:
+        if choice.optimizer_in_backward:
             self.in_backward = InBackward(self.optimizer, self.gatherer, self.collectives)
-            self.reducer.update = self.in_backward.landed
-        self._penalty = Penalty(self.optimizer, self.collectives)
-        self.reducer.suspects = suspects_of(self.optimizer.scaler)
+        self.reducer.feed(self.optimizer, self.in_backward)
         self.scheduler: Scheduler | TorchScheduler | None = scheduler_of(training.schedule, self.optimizer)
         """`initialize` puts a torch scheduler here."""
         self.replicas: Replicas | None = None
-        if mesh.world_size > 1 and self.choice.check_replicas_every:
-            every = self.choice.check_replicas_every
+        if mesh.world_size > 1 and choice.check_replicas_every:
+            every = choice.check_replicas_every
             self.replicas = Replicas(self.units, self.optimizer, self.collectives, self.arena, every)
         self.sentinels = Sentinels(p for u in self.trained for p in u.params)
-        compiled = [f.module for f in found if f.unit.kind == "block"]
-        self.uncompile = compile_forwards(compiled) if self.choice.compile else None
-        self.hooks = Hooks(model, found, self.units, self.gatherer, self.reducer)
-        self.hooks.ahead = training.prefetch_numel if training.overlap else 0
-        self.guards = guard_state_dicts(model, self.units, sharded=shards_states(self.choice))
-        self.on_phase = LISTENERS[-1] if LISTENERS else None
+        blocks = [f.module for f in cut.found if f.unit.kind == "block"]
+        self.uncompile = compile_forwards(blocks) if choice.compile else None
+        self.windows = Windows(cut.found, self.units, self.gatherer)
+        self.windows.ahead = training.prefetch_numel if training.overlap else 0
+        self.phases = Phases()
+        self.hooks = Hooks(model, cut.found, self.windows, self.reducer, self.phases)
+        self.update = Update(
+            self.optimizer, self.in_backward, self.collectives, self.gatherer, self.windows, self.hooks.uses
+        )
+        self.guards = guard_state_dicts(model, self.units, sharded=shards_states(choice))
         self.breakdown = breakdown_of(training, self.collectives, self.streams)
         self.telling = telling_of(self, training)
-        self.global_steps = 0
-        self.global_samples = 0
+        self.global_steps = self.global_samples = 0
         self._graph_kept = False
         """The last backward was one with `retain_graph`."""
         self.checkpoints = Checkpoints(self)
-        self.undo_deterministic = be_deterministic(compiled=self.choice.compile) if self.choice.deterministic else None
+        self.undo_deterministic = be_deterministic(compiled=choice.compile) if choice.deterministic else None
         self.closed = False
         OPEN.append(self)
 
@@ -194,12 +161,12 @@ class Engine(nn.Module):
         return first_nonfinite(self.optimizer)
 
     @property
-    def on_phase(self) -> Callable[[str], None] | None:
-        return self.hooks.on_phase
+    def on_phase(self) -> PhaseListener | None:
+        return self.phases.listener
 
     @on_phase.setter
-    def on_phase(self, listener: Callable[[str], None] | None) -> None:
-        self.hooks.on_phase = listener
+    def on_phase(self, listener: PhaseListener | None) -> None:
+        self.phases.listener = listener
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` will be applied."""
@@ -219,7 +186,7 @@ class Engine(nn.Module):
             try:
                 return self.module(*args, **kwargs)
             except BaseException:
-                self.hooks.stop_forward()
+                self.hooks.forward.stop()
                 raise
 
     def backward(self, loss: Tensor, *, num_tokens: int | None = None, retain_graph: bool = False) -> Tensor:
@@ -257,36 +224,32 @@ class Engine(nn.Module):
     def _backward(self, loss: Tensor, num_tokens: int | None, *, retain_graph: bool, nothing: bool) -> None:
         self.reducer.check_due()
         if self.in_backward is not None:
-            self._compare_replicas()  # after this backward no unit is whole until the next forward
+            if self.replicas is not None:  # after this backward no unit is whole until the next forward
+                self.replicas.compare(self.global_steps + 1)
             if self.scheduler is not None:
                 self.scheduler.before_step()
         # A further loss of a forward needs the graph that the one before it kept.
         self.optimizer.weigh(num_tokens, again=self._graph_kept and not self.reducer.forwarded)
         self._graph_kept = retain_graph
         self.sentinels.hide()
-        self.hooks.phase("backward.loss")
-        if self.hooks.spans is not None:
+        self.phases.begin("backward.loss")
+        if self.hooks.uses.spans is not None:
             check_own(self.module, self.units)
         if isinstance(loss, Tensor):
-            self.hooks.look_for_uses(loss)
+            self.hooks.uses.look(loss)
         check_frozen(self.frozen)
         if nothing and not (
             isinstance(loss, Tensor) and loss.requires_grad and any(unit.slot is not None for unit in self.units)
         ):
-            self.hooks.empty_backward()
+            self.hooks.backward.empty()
             return
         total = loss if num_tokens is None else loss * num_tokens
-        with (
+        scaler = self.optimizer.scaler
+        with nullcontext() if self.breakdown is None else self.breakdown.span("backward"):
             # Where recomputes gather, this rank can take part in the others' gathers only by going the same way.
-            self.hooks.asking(discarding=nothing),
-            nullcontext() if self.breakdown is None else self.breakdown.span("backward"),
-        ):
-            if self.optimizer.scaler is None:
-                total.backward(retain_graph=retain_graph)
-            else:
-                # As the gradient of the loss itself: one number in place of the 1 that autograd starts from. In fp32,
-                # since fp16 ends at 65,504.
-                total.float().backward(self.optimizer.scaler.scale.clone(), retain_graph=retain_graph)
+            self.hooks.backward.run(
+                total, scale=None if scaler is None else scaler.scale, retain_graph=retain_graph, discarding=nothing
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -312,7 +275,7 @@ class Engine(nn.Module):
         self._alive()
         if self.reducer.held:
             raise ZplanError("`step` inside `no_sync`", "call it after the last backward of the micro-step, outside")
-        if self.hooks.in_task:
+        if self.hooks.backward.in_task:
             raise ZplanError(
                 "`step` after a backward that broke off, with gradients of some units only",
                 "call `engine.reset_step()` on every rank and run the step's forwards anew",
@@ -320,15 +283,14 @@ class Engine(nn.Module):
         if not self.is_gradient_accumulation_boundary():
             return
         self.sentinels.hide()
-        self.hooks.phase("step")
-        if self.in_backward is None:
-            self._compare_replicas()
-        if self.optimizer.scaler is not None:
-            self._check_scale(self.optimizer.scaler)
+        self.phases.begin("step")
+        if self.in_backward is None and self.replicas is not None:
+            self.replicas.compare(self.global_steps + 1)
+        check_scale(self.optimizer.scaler, self.reducer.suspects, self.collectives, self.global_steps)
         if self.scheduler is not None and self.in_backward is None:
             self.scheduler.before_step()
         with nullcontext() if self.breakdown is None else self.breakdown.span("step"):
-            self._update()
+            self.update.apply()
         if self.scheduler is not None:
             self.scheduler.count()
         if self.optimizer.scaler is not None:
@@ -338,42 +300,12 @@ class Engine(nn.Module):
         self.reducer.drop()
         self.global_steps += 1
         self.global_samples += self.choice.global_batch
-        self._check_replicas()
-        self.hooks.phase("idle")
+        if self.collectives.checked:
+            self.phases.begin("check")
+            check_alike(self.units, self.optimizer, self.collectives)
+        self.phases.begin("idle")
         if self.telling is not None:
             self.telling.after_step()
-
-    def _check_scale(self, scaler: LossScaler) -> None:
-        """Raise where the last step overflowed at the minimum scale; look closer while that may happen."""
-        suspects = self.reducer.suspects
-        assert suspects is not None
-
-        def first() -> str:
-            # Every rank has the same scale, so all ask together.
-            return suspects.told(self.collectives.exchange(suspects.before)) if suspects.looked else ""
-
-        scaler.check(self.global_steps, first)
-        suspects.looking = scaler.near_end()
-
-    def _update(self) -> None:
-        # What the next forward needs first is updated first, and gathered while the rest is updated.
-        first, rest = self.hooks.split_schedule(FIRST_UNITS)
-        if self.in_backward is None:
-            self._penalty.apply()
-            self.optimizer.measure(self.collectives)
-            self._update_units(first)
-        else:
-            self.in_backward.settle()
-        for unit in first if self.hooks.ahead != 0 else ():
-            self.gatherer.prefetch(unit)
-        if self.in_backward is None:
-            self._update_units(rest)
-        self.hooks.open_early()
-
-    def _update_units(self, units: Sequence[FlatUnit]) -> None:
-        self.gatherer.let_read(units)
-        self.optimizer.update(units)
-        self.gatherer.invalidate(units)
 
     def penalty(self, *, l1: float = 0.0, l2: float = 0.0) -> Tensor:
         """Add `l1 * sum(|p|) + l2 * sum(p**2)` over all trained parameters to the loss of the coming step.
@@ -391,9 +323,7 @@ class Engine(nn.Module):
         self._alive()
         if self.in_backward is not None:
             raise self.in_backward.refusal("`penalty`", "would add to gradients that are applied as they land")
-        if not (math.isfinite(l1) and math.isfinite(l2)):
-            raise ZplanError(f"`penalty` with l1 {l1} and l2 {l2}", "give finite numbers")
-        return self._penalty.add(l1, l2)
+        return self.update.penalty.add(l1, l2)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -418,8 +348,7 @@ class Engine(nn.Module):
                 f"`clip_grad_norm_` after {self.reducer.micro_step} of {self.choice.accumulation} micro-steps",
                 "call it right before the step that is applied (`engine.is_gradient_accumulation_boundary()`)",
             )
-        self._penalty.apply()
-        self.optimizer.measure(self.collectives, clip=max_norm)
+        self.update.measure(clip=max_norm)
         return self.grad_norm
 
     def reset_step(self) -> None:
@@ -434,33 +363,13 @@ class Engine(nn.Module):
 
     def _forget(self) -> None:
         self.sentinels.hide()
-        self.hooks.stop_forward()
-        self.hooks.reset_backward()
-        self._penalty.forget()
+        self.hooks.forward.stop()
+        self.hooks.backward.reset()
+        self.update.penalty.forget()
         self.optimizer.finish()
         self.reducer.abandon()
         for unit in self.units:
             self.gatherer.release(unit, spent=False)
-
-    def _compare_replicas(self) -> None:
-        if self.replicas is not None:
-            self.replicas.look_back()
-            self.replicas.compare(self.global_steps + 1)
-
-    def _check_replicas(self) -> None:
-        """Checked mode: what every rank must hold alike is alike."""
-        if not self.collectives.checked:
-            return
-        self.hooks.phase("check")
-        # The last scalar is scratch, the norms before reduction differ by rank.
-        self.collectives.same_everywhere(
-            checksum(self.optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale"
-        )
-        if self.choice.stage == 0:
-            for u in self.units:
-                for kept in (u.buffer, u.low):
-                    if kept is not None:
-                        self.collectives.same_everywhere(checksum(kept), f"unit `{u.name}`")
 
     # --- whole views -----------------------------------------------------------------------------------------------
 
@@ -573,7 +482,7 @@ class Engine(nn.Module):
         found = self.checkpoints.load(Path(load_dir), tag, resume=resume, weights_only=weights_only)
         if self.in_backward is not None and found[0] is not None and not weights_only:
             self.in_backward.mend()
-        self.hooks.open_early()
+        self.hooks.uses.open_early()
         if self.scheduler is not None:
             self.scheduler.count()
         return found
@@ -586,13 +495,6 @@ class Engine(nn.Module):
         from zplan.runtime.hf_export import export_engine
 
         self._settled()
-        quantized = next((u.name for u in self.units if u.placement.unit.constant_bytes), None)
-        if quantized is not None:
-            raise ZplanError(
-                f"`{quantized}` is quantized, and a 16-bit folder can't hold it",
-                "save what was trained: `with zplan.summon(model): model.save_pretrained(folder)` writes adapters",
-            )
-        self.checkpoints.between_steps("export")
         export_engine(self, Path(save_dir))
         return Path(save_dir)
 

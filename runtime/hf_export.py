@@ -90,6 +90,13 @@ def export_engine(engine: Engine, out: Path, *, shard_bytes: int = SHARD_BYTES) 
 
     Costs one unit in the compute dtype beside what training holds.
     """
+    quantized = next((u.name for u in engine.units if u.placement.unit.constant_bytes), None)
+    if quantized is not None:
+        raise ZplanError(
+            f"`{quantized}` is quantized, and a 16-bit folder can't hold it",
+            "save what was trained: `with zplan.summon(model): model.save_pretrained(folder)` writes adapters",
+        )
+    engine.checkpoints.between_steps("export")
     config, rows = contents(describe_model(engine.module), parameters_of(engine))
     folder = ModelFolder(out, config, rows, dtype="bf16", shard_bytes=shard_bytes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from torch import nn
 from zplan.planner.dsconfig import TrainingConfig, from_mapping
 from zplan.planner.errors import ZplanError
 from zplan.planner.runnable import refuse_unrunnable
-from zplan.runtime.engine import LISTENERS, OPEN, Engine
+from zplan.runtime.cut import cut_up
+from zplan.runtime.engine import OPEN, Engine
 from zplan.runtime.groups import Asked, Parameters
 from zplan.runtime.materialize import Initializer
 from zplan.runtime.mesh import Mesh, join
 from zplan.runtime.optimizer import ShardedOptimizer
+from zplan.runtime.phases import LISTENERS, PhaseListener
 from zplan.runtime.schedule import Given, Scheduler, TorchScheduler
 from zplan.runtime.summon import Whole
 from zplan.runtime.weights import WeightFolder
@@ -101,19 +103,18 @@ def initialize(  # noqa: PLR0913  each is a choice of the user's own
         training = _training_config(config, model, mesh)
         if lr_scheduler is not None and training.schedule is not None:
             raise ZplanError("both the config's `scheduler` and `lr_scheduler` are given", "drop one of the two")
-        engine = Engine(
+        folder = None if weights is None else WeightFolder(weights)
+        cut = cut_up(
             model,
             training,
             mesh,
-            init=init,
-            seed=seed,
-            checked=checked,
             units=units,
             resident=resident,
             optimizer=optimizer,
             parameters=model_parameters,
-            weights=None if weights is None else WeightFolder(weights),
+            weights=folder,
         )
+        engine = Engine(model, training, cut, init=init, seed=seed, checked=checked, weights=folder)
         if lr_scheduler is not None:
             engine.scheduler = TorchScheduler(lr_scheduler, engine.optimizer)
         loader = None if training_data is None else _loader(training_data, engine, seed)
@@ -208,7 +209,7 @@ def engines() -> tuple[Engine, ...]:
     return tuple(OPEN)
 
 
-def watch_phases(listener: Callable[[str], None]) -> None:
+def watch_phases(listener: PhaseListener) -> None:
     """Make `listener` the `on_phase` of every engine that is made from now on in this process."""
     LISTENERS.append(listener)
 

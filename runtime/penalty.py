@@ -7,9 +7,12 @@ and clipping, as the term in the loss would have done.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from zplan.planner.errors import ZplanError
 from zplan.runtime.collectives import Collectives
 from zplan.runtime.halves import values_of
 from zplan.runtime.optimizer import ShardedOptimizer
@@ -28,6 +31,8 @@ class Penalty:
     @torch.no_grad()
     def add(self, l1: float, l2: float) -> Tensor:
         """Have the term count in the coming step; its value, summed over ranks, as a 0-dim fp32 tensor."""
+        if not (math.isfinite(l1) and math.isfinite(l2)):
+            raise ZplanError(f"`penalty` with l1 {l1} and l2 {l2}", "give finite numbers")
         self.l1, self.l2 = self.l1 + l1, self.l2 + l2
         total = torch.zeros((), device=self.optimizer.norm.device)
         for u in self.optimizer.units:

@@ -18,6 +18,7 @@ from torch import Tensor
 from zplan.planner.errors import ZplanError
 from zplan.planner.loss_scale import NUM_SCALARS, LossScale
 from zplan.runtime.arena import Arena
+from zplan.runtime.collectives import Collectives
 from zplan.runtime.late import LateRead
 from zplan.runtime.unit import FlatUnit
 
@@ -153,6 +154,19 @@ class Suspects:
             return "every rank's own gradients were finite, their sum was not"
         micro_step, _, rank, name, unit = min(found)
         return f"first in `{name}` of unit `{unit}` on rank {rank}, micro-step {micro_step + 1}"
+
+
+def check_scale(scaler: LossScaler | None, suspects: Suspects | None, collectives: Collectives, step: int) -> None:
+    """Raise where the last step, `step`, overflowed at the minimum scale; look closer while that may happen."""
+    if scaler is None or suspects is None:
+        return
+
+    def first() -> str:
+        # Every rank has the same scale, so all ask together.
+        return suspects.told(collectives.exchange(suspects.before)) if suspects.looked else ""
+
+    scaler.check(step, first)
+    suspects.looking = scaler.near_end()
 
 
 def suspects_of(scaler: LossScaler | None) -> Suspects | None:

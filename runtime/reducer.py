@@ -18,22 +18,21 @@ is rounded for others only. Over several hosts a reduce-scatter in fp32 is used,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from zplan.cuda_ops.grads import UnitGrads
-from zplan.cuda_ops.norm import GradNorm
 from zplan.planner.buffers import full_gradients, reduced_numel, slot_numel, uses_reduce_slots
 from zplan.planner.config import Choice
 from zplan.planner.errors import ZplanError
 from zplan.planner.placement import single_gradients
 from zplan.runtime.arena import Arena
 from zplan.runtime.collectives import Collectives
+from zplan.runtime.in_backward import InBackward
 from zplan.runtime.materialize import COMPUTE_DTYPE
-from zplan.runtime.optimizer import OTHER_LOOPS
-from zplan.runtime.precision import Suspects
+from zplan.runtime.optimizer import OTHER_LOOPS, ShardedOptimizer
+from zplan.runtime.precision import Suspects, suspects_of
 from zplan.runtime.streams import Streams
 from zplan.runtime.symmetric import Shared
 from zplan.runtime.unit import FlatUnit
@@ -51,12 +50,6 @@ class Reducer:
         self.order = list(reversed(units))
         self.next = 0
         self.ready: set[FlatUnit] = set()
-        self.measure: Callable[[FlatUnit], None] | None = None
-        """Takes norms on the reduce stream after a reduce of the last micro-step; the last call for a unit counts."""
-        self.norm_rows: Callable[[FlatUnit], tuple[GradNorm, int] | None] = lambda unit: None
-        """Where norms are taken on the way instead, as slices are summed: from that row on, one a piece."""
-        self.update: Callable[[FlatUnit], None] | None = None
-        """Where backward updates: called on the reduce stream once norms are taken."""
         self.slot: Tensor | None = None
         self.shared: Shared | None = None
         """The slot as other GPUs see it, where they read it; then it is always there."""
@@ -87,6 +80,14 @@ class Reducer:
         if choice.accumulation > 1:
             for u in units:
                 self._take_grad(u)
+
+    def feed(self, optimizer: ShardedOptimizer, in_backward: InBackward | None) -> None:
+        """Before the first backward: who takes norms of what is reduced, and who updates with it at once, if anybody.
+
+        Both are called on the reduce stream.
+        """
+        self.optimizer, self.in_backward = optimizer, in_backward
+        self.suspects = suspects_of(optimizer.scaler)
 
     @property
     def awaited(self) -> FlatUnit | None:
@@ -221,10 +222,10 @@ class Reducer:
                 self._reduce_through_slot(unit, landed, grad, self.slot)
             else:
                 self._reduce_in_place(unit, landed, grad)
-            if self.measure is not None and self.in_last_micro_step and not measured:
-                self.measure(unit)
-            if self.update is not None:
-                self.update(unit)
+            if self.in_last_micro_step and not measured:
+                self.optimizer.landed(unit)  # the last call for a unit counts
+            if self.in_backward is not None:
+                self.in_backward.landed(unit)
             if self.choice.optimizer_in_backward:
                 unit.grad, unit.filled, unit.summed = None, False, False
         self.retained = [(unit.placement.size_class, g) for g in left if g is not None]
@@ -266,7 +267,7 @@ class Reducer:
         Of whole gradients it is this rank's slices that are summed; in the last micro-step the others' are gathered.
         True if the norms of what came out are taken.
         """
-        norms = self.norm_rows(unit) if self.in_last_micro_step else None
+        norms = self.optimizer.norm_rows(unit) if self.in_last_micro_step else None
         for i, piece in enumerate(unit.layout.pieces):
             start, end = unit.layout.own(piece, unit.rank)
             before, numel = start - piece.offset, piece.numel - (end - start)

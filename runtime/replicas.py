@@ -19,7 +19,7 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.placement import shards_states
 from zplan.planner.replicas import OF_ALL, num_hashes
 from zplan.runtime.arena import Arena
-from zplan.runtime.collectives import Collectives
+from zplan.runtime.collectives import Collectives, checksum
 from zplan.runtime.optimizer import ShardedOptimizer
 from zplan.runtime.unit import FlatUnit
 
@@ -55,7 +55,11 @@ class Replicas:
 
     @torch.no_grad()
     def compare(self, step: int) -> None:
-        """In step `step`, counted from 1, before its update: hash where it is time to. Every rank must call it."""
+        """In step `step`, counted from 1, before its update: hash where it is time to. Every rank must call it.
+
+        Raises what the last comparison found, if nobody has heard yet.
+        """
+        self.look_back()
         if step % self.every:
             return
         self.step = step
@@ -104,6 +108,17 @@ class Replicas:
                     f"rank {seen.index(most)}",
                     "ranks drifted apart; look for code that changes parameters or rates on some ranks only",
                 )
+
+
+def check_alike(units: list[FlatUnit], optimizer: ShardedOptimizer, collectives: Collectives) -> None:
+    """Checked mode, after every step: what every rank must hold alike is alike. Waits for the device."""
+    # The last scalar is scratch, the norms before reduction differ by rank.
+    collectives.same_everywhere(checksum(optimizer.scalars.buffer[:-1]), "the optimizer's step, norm or scale")
+    if optimizer.choice.stage == 0:
+        for u in units:
+            for kept in (u.buffer, u.low):
+                if kept is not None:
+                    collectives.same_everywhere(checksum(kept), f"unit `{u.name}`")
 
 
 def _hash(tensor: Tensor, out: Tensor) -> None:

@@ -16,8 +16,8 @@ from zplan.planner.errors import ZplanError
 from zplan.planner.placement import shards_states
 from zplan.runtime.collectives import checksum
 from zplan.runtime.halves import Halves
-from zplan.runtime.hooks import in_backward
 from zplan.runtime.unit import FlatUnit
+from zplan.runtime.windows import in_backward
 
 if TYPE_CHECKING:
     from zplan.runtime.engine import Engine

@@ -30,7 +30,7 @@ STEPS = 5
 
 def as_run(engine: Engine) -> Ledger:
     """States and buffers, with units in the order in which they run, which module trees need not follow."""
-    place = {name: i for i, name in enumerate(engine.hooks.schedule.order)}
+    place = {name: i for i, name in enumerate(engine.windows.schedule.order)}
     units = sorted((f.unit for f in find_units(engine.module)), key=lambda u: place[u.name])
     time, trained = timeline(units), [u.placement for u in reversed(engine.reducer.order)]
     placements = [*(u.placement for u in engine.units if u.placement.frozen), *trained]

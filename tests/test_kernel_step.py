@@ -11,7 +11,7 @@ import torch
 import workload as w
 
 from zplan.cuda_ops import compiler
-from zplan.runtime import engine, optimizer
+from zplan.runtime import cut, optimizer
 
 
 class Usable:
@@ -50,9 +50,9 @@ def train_by_table(
         real_settle(self, *args)
         look_at_rows(self)
 
-    real, real_settle = engine.choice_of, optimizer.ShardedOptimizer._settle
+    real, real_settle = cut.choice_of, optimizer.ShardedOptimizer._settle
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(engine, "choice_of", lambda training, mesh: replace(real(training, mesh), device="cuda"))
+        m.setattr(cut, "choice_of", lambda training, mesh: replace(real(training, mesh), device="cuda"))
         m.setattr(optimizer, "compiler", Usable())
         m.setattr(optimizer, "KernelAdamW", Counted)
         m.setattr(optimizer.ShardedOptimizer, "_settle", settle)
