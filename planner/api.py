@@ -46,6 +46,7 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
     attention: str | None = None,
     cross_entropy: str | None = None,
     reduce_dtype: str | None = None,
+    beyond_limit: bool = False,
     padded: bool = False,
     device: str | None = None,
     compile: bool = False,  # noqa: A002 - the option's name
@@ -102,6 +103,8 @@ def estimate(  # noqa: PLR0913 - one keyword for each option, so that editors ca
         Blocks in one checkpointed segment; whether a segment's input waits in host memory.
     cross_entropy
         `plain` from whole logits in fp32, `bf16` from them as they are, `chunked` or `fused` without whole ones.
+    beyond_limit
+        `seq` may be more than the model is made for, as where rotary positions are scaled.
     padded
         Sequences are padded to `seq` and attention takes a mask; otherwise they are packed, and none is needed.
     reduce_dtype
@@ -156,6 +159,7 @@ def plan(  # noqa: PLR0913 - as `estimate`
     attention: str | None = None,
     cross_entropy: str | None = None,
     reduce_dtype: str | None = None,
+    beyond_limit: bool = False,
     padded: bool = False,
     device: str | None = None,
     compile: bool = False,  # noqa: A002 - the option's name

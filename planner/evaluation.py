@@ -22,7 +22,7 @@ from zplan.planner.peer_rules import check_shape
 from zplan.planner.placement import place
 from zplan.planner.predict import predict
 from zplan.planner.request import Request
-from zplan.planner.sequence import check_seq, default_seq
+from zplan.planner.sequence import check_limit, check_seq, default_seq
 from zplan.planner.sources import Model
 from zplan.planner.textbook import Rate, off_device_rates, runtime_rate
 from zplan.planner.tiers import OffDevice
@@ -119,6 +119,8 @@ class Evaluation:
         if asked is None:
             return default_seq(self.model.arch)
         check_seq(self.model.arch, self.model.spec.name, asked)
+        if not (self.request.beyond_limit or self.model.assumed):
+            check_limit(self.model.arch, self.model.spec.name, asked)
         return asked
 
     def choice(

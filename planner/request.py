@@ -77,6 +77,8 @@ class Request:
     tuning: Tuning | None = None
     """Train adapters instead of the model itself."""
     offline: bool = False
+    beyond_limit: bool = False
+    """A sequence may be longer than the model is made for."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """The arguments as they were given, without those left out; JSON values."""
     notes: tuple[str, ...] = ()
@@ -92,7 +94,7 @@ _SHORT = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_par
 ARGUMENTS = (
     *("model", "params", "gpus", "mem", "gpu", "nodes", "host_mem", "nvme", "margin"),
     *("efficiency", "network", "tokens", "epochs", "examples", "price"),
-    *("offload_params", "offload_ratio", "config", "offline"),
+    *("offload_params", "offload_ratio", "config", "offline", "beyond_limit"),
     *("lora", "lora_targets", "lora_embeddings", "qlora"),
     *_SHORT,
     *(name for name in OPTION if name not in _SHORT.values()),
@@ -110,7 +112,8 @@ def make_request(given: Mapping[str, Any]) -> Request:
         takes, the latter also as text (`7e9`). `gpus` counts over all `nodes`. `mem` (per GPU), `host_mem` and `nvme`
         (per node) are GiB when bare, and so is `margin`, which may be a share (`15%`) too. `offload` says where the
         optimizer lies, `offload_params` where the parameters do, `offload_ratio` for which share of the elements.
-        `config` is a DeepSpeed config, a path or a mapping, and fixes what it names. `offline` forbids the network.
+        `config` is a DeepSpeed config, a path or a mapping, and fixes what it names. `offline` forbids the network,
+        `beyond_limit` allows a sequence longer than the model is made for.
         `efficiency` is a share, `network` in GB/s a node; `tokens`, or `epochs` of `examples`, say how much is trained,
         and `price` what a GPU costs an hour. `lora` and its like are about adapters. The rest fix a choice.
     """
@@ -164,6 +167,7 @@ def make_request(given: Mapping[str, Any]) -> Request:
         settings=settings,
         tuning=tuning,
         offline=bool(given.get("offline")),
+        beyond_limit=bool(given.get("beyond_limit")),
         asked=asked,
         notes=notes,
     )

@@ -47,3 +47,17 @@ def check_seq(arch: Architecture, name: str, seq: int) -> None:
             f"`--seq {seq}` is beyond the position table of `{name}`, {arch.max_seq} tokens",
             f"use --seq {arch.max_seq} or less",
         )
+
+
+def check_limit(arch: Architecture, name: str, seq: int) -> None:
+    """Refuse a sequence that a model can run but was not made for, as rotary positions go on without end.
+
+    A config that scales positions linearly may give the limit before that or after it, so the larger is taken.
+    """
+    scaling = dict(arch.rope_scaling)
+    limit = int(arch.max_seq * max(1.0, float(scaling["factor"]) if scaling.get("rope_type") == "linear" else 1.0))
+    if seq > limit:
+        raise ZplanError(
+            f"`--seq {seq}` is more than `{name}` is made for, {limit} tokens",
+            f"use --seq {limit} or less, or --beyond-limit if you scale its positions",
+        )

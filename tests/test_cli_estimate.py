@@ -202,8 +202,8 @@ QUESTION = (
     "--model --params --gpus --nodes --mem --gpu --host-mem --nvme --margin --stage --offload --offload-params "
     "--offload-ratio --optimizer --accumulation --micro-batch --global-batch --seq --precision --checkpointing "
     "--checkpoint-every --checkpoint-offload --loss --reduce-dtype --attention --compile --device --runtime --tp "
-    "--pp --cp --hpz --saving --padded --config --lora --lora-targets --lora-embeddings --qlora --efficiency "
-    "--network --tokens --epochs --examples --price --offline "
+    "--pp --cp --hpz --saving --beyond-limit --padded --config --lora --lora-targets --lora-embeddings --qlora "
+    "--efficiency --network --tokens --epochs --examples --price --offline "
 )
 FLAGS = {
     "estimate": QUESTION + "--json --check --explain --top --max --min --sweep",

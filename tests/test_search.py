@@ -151,6 +151,22 @@ def test_sequences_that_a_model_cannot_run(name, seq, said):
     assert search(GIB, model=model, seq=seq // 2).seq == seq // 2
 
 
+def test_sequences_that_a_model_is_not_made_for():
+    model = model_from("llama-2-7b", None)
+    with pytest.raises(ZplanError) as caught:
+        search(GIB, model=model, seq=8192)
+    assert "`--seq 8192` is more than `llama-2-7b` is made for, 4096 tokens" in caught.value.message
+    assert caught.value.hint == "use --seq 4096 or less, or --beyond-limit if you scale its positions"
+    request = make_request({"seq": 8192, "beyond_limit": True})
+    assert Search(model, Hardware(4, 1, GIB), request).seq == 8192
+    with pytest.raises(ZplanError, match="position table"):
+        Search(model_from("gpt2", None), Hardware(4, 1, GIB), replace(request, fixed={"seq": 2048}))
+    scaled = replace(model.spec.arch, rope_scaling=(("factor", 2.0), ("rope_type", "linear")))
+    spec = replace(model.spec, arch=scaled)
+    assert search(GIB, model=model._replace(spec=spec), seq=8192).seq == 8192
+    assert search(GIB, model=model_from(None, 7 * 10**9), seq=16384).seq == 16384  # an assumed shape has no limit
+
+
 def test_one_gpu_alone_keeps_the_global_batch():
     s = search(64 * GIB, global_batch=16)
     single = s.single()

@@ -183,6 +183,7 @@ QUESTION = (
     click.option("--cp", type=int, metavar="N", help="Ranks that share a sequence; deepspeed and fsdp2.  [default: 1]"),
     click.option("--hpz", type=int, metavar="N", help="Ranks of a second parameter shard, stage 3.  [default: 1]"),
     click.option("--saving", metavar="HOW", help="foreground, or background: from a copy in host memory."),
+    click.option("--beyond-limit", is_flag=True, help="--seq may be more than the model is made for."),
     click.option("--padded", is_flag=True, help="Sequences are padded to --seq with a mask, not packed."),
     click.option("--config", metavar="FILE", help="A DeepSpeed config; it fixes what it names."),
     click.option("--lora", type=int, metavar="RANK", help="Freeze the model and train adapters of this rank."),
