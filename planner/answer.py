@@ -19,6 +19,7 @@ from zplan.planner.models import LLAMA_CLASS, ModelSpec
 from zplan.planner.placement import single_gradients
 from zplan.planner.request import Request
 from zplan.planner.search import STAGES, Search
+from zplan.planner.sequence import made_for
 from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import textbook_states
 from zplan.planner.tiers import TierUse, tier_uses
@@ -277,7 +278,7 @@ def open_search(request: Request, *, remainder: bool, like: Search | None = None
 
 def _notes(search: Search) -> tuple[str, ...]:
     """What a user should see that is no part of the answer."""
-    limit = search.seq_limit
+    limit = made_for(search.model.arch)
     long: tuple[str, ...] = ()
     if search.seq > limit and not search.model.assumed:
         long = (f"--seq {search.seq} is longer than what `{search.model.spec.name}` is made for, {limit} tokens",)

@@ -23,7 +23,7 @@ from zplan.planner.config import DEFAULT_CLIP, Checkpointing
 from zplan.planner.evaluation import Evaluation, Row
 from zplan.planner.halving import largest_multiple, last_good
 from zplan.planner.peer_rules import PARALLEL, allowed_stages, data_parallel
-from zplan.planner.sequence import IMAGES, SEQ_STEP
+from zplan.planner.sequence import IMAGES, NO_LIMIT, POSITION_TABLES, SEQ_STEP, made_for
 
 STAGES = (0, 1, 2, 3)
 BATCH = ("global_batch", "micro_batch", "accumulation")
@@ -36,11 +36,13 @@ class Search(Evaluation):
 
     @property
     def seq_limit(self) -> int:
-        """Longest sequence the model is made for, or that is counted."""
+        """Longest sequence that the model is made for, or may have, or that is counted."""
         arch = self.model.arch
         if prefers_eager(arch) and self.request.get("attention") == "sdpa":
             return arch.trait("window") - 1
-        return min(arch.max_seq, arch.window or arch.max_seq)
+        if self.request.beyond_limit and arch.family not in (*POSITION_TABLES, *IMAGES):
+            return arch.window or NO_LIMIT
+        return min(made_for(arch), arch.window or NO_LIMIT)
 
     @cached_property
     def stages(self) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ POSITION_TABLES = ("gpt2", "opt", "bert", "gptj")
 """Families that cannot run a longer sequence than they have positions for."""
 IMAGES = ("vit",)
 """Families whose sequence is an image."""
+NO_LIMIT = 2**20
+"""Tokens. Of rotary positions whose scaling nobody knows, and of assumed shapes, which only the arithmetic limits."""
 DEFAULT_SEQ = 2048
 SEQ_STEP = 128
 
@@ -49,13 +51,19 @@ def check_seq(arch: Architecture, name: str, seq: int) -> None:
         )
 
 
-def check_limit(arch: Architecture, name: str, seq: int) -> None:
-    """Refuse a sequence that a model can run but was not made for, as rotary positions go on without end.
+def made_for(arch: Architecture) -> int:
+    """Tokens of a sequence that a model is made for.
 
-    A config that scales positions linearly may give the limit before that or after it, so the larger is taken.
+    A config that scales positions linearly may give the limit before that or after it: the larger is taken.
     """
     scaling = dict(arch.rope_scaling)
-    limit = int(arch.max_seq * max(1.0, float(scaling["factor"]) if scaling.get("rope_type") == "linear" else 1.0))
+    factor = float(scaling["factor"]) if scaling.get("rope_type") == "linear" else 1.0
+    return int(arch.max_seq * max(1.0, factor))
+
+
+def check_limit(arch: Architecture, name: str, seq: int) -> None:
+    """Refuse a sequence that a model can run but was not made for."""
+    limit = made_for(arch)
     if seq > limit:
         raise ZplanError(
             f"`--seq {seq}` is more than `{name}` is made for, {limit} tokens",

@@ -20,11 +20,10 @@ from collections.abc import Iterator
 
 from zplan.planner.errors import ZplanError
 from zplan.planner.models import Architecture
+from zplan.planner.sequence import NO_LIMIT
 from zplan.planner.units import format_count
 
 SMALLEST, LARGEST = 10**6, 2 * 10**12
-NO_LIMIT = 2**20
-"""Tokens. Nothing is known about the longest sequence of an assumed shape, so only the arithmetic limits it."""
 
 _TABLES = ((32000, False), (32000, True), (256, False))
 """`(vocabulary, tied)`, in order of preference."""

@@ -19,6 +19,7 @@ from zplan.planner.units import format_gib
 
 AXES = ("seq", "micro-batch", "gpus", "stage")
 MOST_POINTS = 400
+MOST_REASONS = 3
 LONGEST = 131072
 
 
@@ -39,6 +40,8 @@ class Point:
     time: StepTime | None
     cost: Cost | None = None
     """Of the training that was asked for."""
+    why: str = ""
+    """What forbids the point, where there is no row."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class Sweep:
         head = [f"{down.name} \\ {across.name}", *(f"{a:,}" for a in across.values)]
         title = f"{self.where}: peak GiB, in brackets where it does not fit"
         title += "; --json tells hours" if self.goal.asked else ""
-        return "\n".join([title, *table(head, rows, "r" * len(head))]) + "\n"
+        whys = [f"  -: {why}" for why in dict.fromkeys(p.why for p in self.points if p.row is None)][:MOST_REASONS]
+        return "\n".join([title, *table(head, rows, "r" * len(head)), *whys]) + "\n"
 
     def json(self) -> dict[str, Any]:
         return {"fits": self.fits, "axes": [a.name for a in self.axes], "points": [self._point(p) for p in self.points]}
@@ -86,6 +90,7 @@ class Sweep:
         return {
             "at": dict(zip((a.name for a in self.axes), p.at, strict=True)),
             "row": None if p.row is None else row_json(p.row),
+            **({"why": p.why} if p.row is None else {}),
             "time": None if p.time is None else {**time_json(p.time), **cost_json(p.cost)},
         }
 
@@ -103,7 +108,7 @@ def _cells(p: Point, speeds: int) -> list[str]:
 
     row, time = p.row, p.time
     if row is None:
-        return [f"{p.at[0]:,}", *[""] * (5 + speeds), "does not go together"]
+        return [f"{p.at[0]:,}", *[""] * (5 + speeds), f"no: {p.why}"]
     c = row.choice
     speed = [told(time.total), f"{time.tokens_per_second:,.0f}", *cost_cells(p.cost)] if time else [""] * speeds
     sizes = [format_gib(row.peak_bytes), format_gib(row.high_bytes)]
@@ -179,7 +184,7 @@ def _points(request: Request, open_: Open, search: Search, axes: tuple[Axis, ...
         except ZplanError as e:
             # A batch that does not split over these GPUs, or nodes that they do not fill.
             refused.append(e)
-            points.append(Point(at, None, None))
+            points.append(Point(at, None, None, why=e.message))
     if len(refused) == len(points):
         raise refused[0]
     return tuple(points)

@@ -13,7 +13,7 @@ from zplan.planner.optimizers import kind_of
 from zplan.planner.peer_rules import NAMES
 from zplan.planner.placement import splits_masters
 from zplan.planner.search import Search
-from zplan.planner.sequence import DEFAULT_SEQ, IMAGES
+from zplan.planner.sequence import DEFAULT_SEQ, IMAGES, made_for
 from zplan.planner.tiers import TierUse
 from zplan.planner.units import format_gib, format_percent, format_small
 
@@ -270,7 +270,7 @@ def _reasons(search: Search, row: Row, rows: Sequence[Row]) -> Iterator[tuple[st
     elif search.model.arch.family in IMAGES:
         yield "seq", "an image: its patches and a class token"
     else:
-        yield "seq", f"the smaller of {DEFAULT_SEQ} and the model's {search.seq_limit}"
+        yield "seq", f"the smaller of {DEFAULT_SEQ} and the model's {made_for(search.model.arch)}"
 
 
 def _precision_reason(search: Search, c: Choice) -> str:

@@ -111,7 +111,11 @@ def test_the_longest_sequence_over_all_ways():
     found = ask(make_request(asked), {"max": "seq"})
     picked = [opened(**asked, seq=found.value + d) for d in (0, 128)]
     assert [s.pick(s.rows()).fits for s in picked] == [True, False]
-    limit = ask(make_request({"model": "gpt2", "gpus": 1, "mem": 24}), {"max": "seq"})
+    made = {"model": "llama-2-7b", "gpus": 8, "mem": 80}
+    assert ask(make_request(made), {"max": "seq"}).value == 4096
+    beyond = ask(make_request({**made, "beyond_limit": True}), {"max": "seq"})
+    assert beyond.value > 4096 and beyond.row.fits and beyond.note == "the model is made for 4,096"
+    limit = ask(make_request({"model": "gpt2", "gpus": 1, "mem": 24, "beyond_limit": True}), {"max": "seq"})
     assert limit.value == 1024 and "made for 1,024" in limit.text()
     fixed = ask(make_request({**asked, "checkpointing": "none"}), {"max": "seq"})
     assert 0 < fixed.value < found.value
@@ -195,7 +199,8 @@ def test_a_sweep_of_one(run):
     assert code == 0
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["1", "2", "4", "8", "16", "32", "64"]
-    assert lines[-1].endswith("does not go together") and "yes" in lines[-4]
+    assert lines[-1].endswith("no: `--global-batch 48` does not split over 64 GPUs: 48 / 64 = 0.75 sequences a GPU")
+    assert "yes" in lines[-4]
     found = json.loads(run(*args, "--gpus", 8, "--sweep", "stage", "--json")[1])
     assert [p["at"] for p in found["points"]] == [{"stage": s} for s in range(4)]
     assert all(p["row"]["stage"] == p["at"]["stage"] and p["time"]["step_s"] > 0 for p in found["points"])
@@ -207,9 +212,12 @@ def test_a_sweep_over_the_stages_that_a_runtime_has(run):
     assert [(p["at"]["stage"], p["row"]["stage"]) for p in found["points"]] == [(2, 2), (3, 3)]
     found = json.loads(run(*args, "--sweep", "stage=1:3,micro-batch=1:2", "--json")[1])
     assert [p["row"] is None for p in found["points"]] == [True, True, False, False, False, False]
+    assert ["FSDP2" in p.get("why", "") for p in found["points"]] == [True, True, False, False, False, False]
+    assert run(*args, "--sweep", "stage=1:3,micro-batch=1:2")[1].splitlines()[-1].startswith("  -: `--stage 1`: FSDP2")
     out = run(*args, "--sweep", "stage=1:2")[1].splitlines()
     assert out[1].split()[:2] == ["stage", "checkpt"]
-    assert out[2].split() == ["1", *"does not go together".split()] and out[3].split()[0] == "2"
+    assert out[2].split(maxsplit=1) == ["1", "no: `--stage 1`: FSDP2 has stage 2 or 3 for what is asked"]
+    assert out[3].split()[0] == "2"
     # What no point of the table can be asked is an error.
     code, _, err = run(*args, "--sweep", "stage=0:1")
     assert code == 2 and "`--stage 0`: FSDP2 has stage 2 or 3" in err
