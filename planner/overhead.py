@@ -61,7 +61,7 @@ MEASURED: dict[str, tuple[Constant, ...]] = {
         Constant(
             "overhead.nccl",
             840,
-            f"first communicator of 2 ranks, its kernels included ({_ON_H200}); where it moves scalars alone maybe less",
+            f"first communicator of 2 ranks, its kernels included ({_ON_H200}); less if only scalars move",
             communicator=1,
             between=(512, 882),
         ),
