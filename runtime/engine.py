@@ -520,7 +520,7 @@ class Engine(nn.Module):
             self.sentinels.hide()
             if self in OPEN:
                 OPEN.remove(self)
-            self.closed = True
+            self.closed, self.telling = True, None
             self.checkpoints.close()
             self.mesh.close()
 
