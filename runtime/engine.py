@@ -501,7 +501,7 @@ class Engine(nn.Module):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove hooks, leave the process group if this engine started it. Parameters keep what they show."""
+        """Remove hooks, end this engine's groups, and the job if it started that. Parameters keep what they show."""
         if self.closed:
             return
         try:
