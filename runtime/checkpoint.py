@@ -63,7 +63,8 @@ class Checkpoints:
     """Saves and loads of one engine, one at a time."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        # Weakly, so that a closed engine's memory is free once nobody holds it, without the garbage collector.
+        self.engine: Engine = weakref.proxy(engine)
         self.meeting = Rendezvous(engine.rank, engine.world_size)
         self.snapshot: Tensor | None = None
         """1D fp32 in host memory: the slices that this rank writes. See planner/saving.py."""
@@ -71,7 +72,7 @@ class Checkpoints:
         """Its parts, by unit and state."""
         if engine.choice.saving == "background":
             self._make_room()
-        self.frozen = FrozenFiles(engine)
+        self.frozen = FrozenFiles(engine.frozen)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         _made.add(self)

@@ -7,23 +7,20 @@ somebody did change (`summon(write=True)`, a load) are written anew.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from zplan.runtime.checkpoint_format import FROZEN, DataFile, RankIndex
 from zplan.runtime.checkpoint_ranges import extents, state_tensor
 from zplan.runtime.checkpoint_write import Source, Written
-
-if TYPE_CHECKING:
-    from zplan.runtime.engine import Engine
+from zplan.runtime.unit import FlatUnit
 
 
 class FrozenFiles:
     """Where one rank's share of the frozen parameters was written last."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, units: list[FlatUnit]) -> None:
+        self.units = units
         self.written: Written | None = None
         self.stamp: Stamp | None = None
         """Of its file as it was committed: one that somebody wrote to since is not linked on."""
@@ -37,17 +34,16 @@ class FrozenFiles:
         copied
             Give copies on the host, which nobody changes while they are written behind training.
         """
-        units = [u for u in self.engine.units if u.placement.frozen]
-        if not units:
+        if not self.units:
             return None
-        sums = [bit_sum(state_tensor(u, FROZEN)) for u in units]
+        sums = [bit_sum(state_tensor(u, FROZEN)) for u in self.units]
         last = self.written
         if last is not None and sums == self.sums and last.path.parent.parent == root and self._untouched(last.path):
             return last
         self.written, self.sums = None, sums
         sources = [
             (e.range, e.of(state_tensor(u, FROZEN)))
-            for u in units
+            for u in self.units
             for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)
         ]
         return [(r, t.detach().to("cpu", copy=True)) for r, t in sources] if copied else sources
@@ -57,11 +53,10 @@ class FrozenFiles:
 
     def adopt(self, folder: Path, index: RankIndex) -> None:
         """Values were loaded from this checkpoint: link its file too, where it holds what this rank would write."""
-        units = [u for u in self.engine.units if u.placement.frozen]
-        mine = [e.range for u in units for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)]
+        mine = [e.range for u in self.units for e in extents(u, FROZEN, state_tensor(u, FROZEN), everything=False)]
         if index.frozen is not None and [s.range for s in index.frozen.ranges] == mine:
             self.remember(folder, index.frozen)
-            self.sums = [bit_sum(state_tensor(u, FROZEN)) for u in units]
+            self.sums = [bit_sum(state_tensor(u, FROZEN)) for u in self.units]
 
     def remember(self, folder: Path, file: DataFile | None) -> None:
         """A checkpoint with this file was committed."""

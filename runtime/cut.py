@@ -23,7 +23,7 @@ class Cut:
     """A model cut into units. `placements` has one for each segment of what was found, in order."""
 
     mesh: Mesh
-    """With a group of its own for gathers where the choice has two."""
+    """With as many groups as the choice has communicators."""
     choice: Choice
     optimizer: Wanted
     found: list[Found]
@@ -43,8 +43,8 @@ def cut_up(
 ) -> Cut:
     """See `initialize` for what is asked. Every rank must call it; a folder's buffers are in the model afterwards."""
     choice = choice_of(training, mesh)
-    if choice.communicators > 1:
-        mesh = mesh.with_gathers_apart()
+    if choice.communicators == 1:
+        mesh = mesh.with_one_group()
     if weights is not None:
         weights.bind(model)
         weights.fill_buffers(model, mesh.device)

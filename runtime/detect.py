@@ -220,27 +220,28 @@ def _check_patterns(names: Sequence[str], patterns: Sequence[str], what: str) ->
 
 def _candidates(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[Row]:
     """Every unit in module order. A module that is met twice is one unit under its first name."""
-    seen: set[nn.Module] = set()
+    yield from _walk("", model, model, blocks, set())
 
-    def walk(prefix: str, module: nn.Module, called: nn.Module) -> Iterator[Row]:
-        own = [(_join(prefix, n), p) for n, p in module.named_parameters(recurse=False)]
-        if own:
-            yield prefix or "root", "other", called, own
-        for child_name, child in module.named_children():
-            name = _join(prefix, child_name)
-            if child in seen:
-                continue
-            seen.add(child)
-            if name in blocks:
-                yield name, "block", child, _named(name, child)
-            elif isinstance(child, CONTAINERS):
-                yield from walk(name, child, called)
-            elif any(path.startswith(name + ".") for path in blocks):
-                yield from walk(name, child, child)
-            else:
-                yield name, _kind(child), child, _named(name, child)
 
-    yield from walk("", model, model)
+def _walk(
+    prefix: str, module: nn.Module, called: nn.Module, blocks: dict[str, nn.Module], seen: set[nn.Module]
+) -> Iterator[Row]:
+    own = [(_join(prefix, n), p) for n, p in module.named_parameters(recurse=False)]
+    if own:
+        yield prefix or "root", "other", called, own
+    for child_name, child in module.named_children():
+        name = _join(prefix, child_name)
+        if child in seen:
+            continue
+        seen.add(child)
+        if name in blocks:
+            yield name, "block", child, _named(name, child)
+        elif isinstance(child, CONTAINERS):
+            yield from _walk(name, child, called, blocks, seen)
+        elif any(path.startswith(name + ".") for path in blocks):
+            yield from _walk(name, child, child, blocks, seen)
+        else:
+            yield name, _kind(child), child, _named(name, child)
 
 
 def _named(prefix: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -501,7 +501,7 @@ class Engine(nn.Module):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove hooks, leave the process group if this engine started it. Parameters keep what they show."""
+        """Remove hooks, end this engine's groups, and the job if it started that. Parameters keep what they show."""
         if self.closed:
             return
         try:
@@ -520,7 +520,7 @@ class Engine(nn.Module):
             self.sentinels.hide()
             if self in OPEN:
                 OPEN.remove(self)
-            self.closed = True
+            self.closed, self.telling = True, None
             self.checkpoints.close()
             self.mesh.close()
 

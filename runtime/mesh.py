@@ -2,7 +2,8 @@
 
 [Note: communicators] NCCL makes a communicator when a group is first used, and on NVLink each takes half a GiB of the
 card that no allocator shows. So no group is bound to a device, which would make them at once: the job's own group,
-which nothing here uses, never gets one.
+which nothing here uses, never gets one. Groups are made while all ranks join, before any of them can be refused its
+model or config: one that waited for the others in `new_group` would do so for half an hour and not say for whom.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _starts = itertools.count()
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands. Gathers and reduces share a group until `with_gathers_apart`."""
+    """Where this process stands. Gathers would wait for reduces in one group, so they have another."""
 
     rank: int
     world_size: int
@@ -41,9 +42,12 @@ class Mesh:
     timeout_s: float = 600.0
     """How long a collective may wait for a missing rank."""
 
-    def with_gathers_apart(self) -> Mesh:
-        """With another group for gathers, which would wait for reduces in one. Every rank must ask."""
-        return self if self.reduces is None else replace(self, gathers=dist.new_group())
+    def with_one_group(self) -> Mesh:
+        """Without the group for gathers, where the few that are left may wait for reduces."""
+        if self.gathers is None:
+            return self
+        dist.destroy_process_group(self.gathers)
+        return replace(self, gathers=self.reduces)
 
     def reads_peers(self) -> bool:
         """Whether the GPUs of all ranks can read each other's memory. Every rank must ask."""
@@ -91,15 +95,17 @@ def join(*, pretend_world: int | None = None, timeout_s: float = 600.0) -> Mesh:
         device = torch.device("cpu")
     if world == 1:
         return Mesh(0, 1, device, None, None, started_here=started)
-    group = dist.new_group()
+    gathers, reduces = dist.new_group(), dist.new_group()
+    if dist.get_backend(reduces) == "gloo":
+        dist.barrier(reduces)  # or one that is refused at once would close its end while others still connect
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     one_host = pretend_world is not None or here == world
     return Mesh(
         dist.get_rank(),
         world,
         device,
-        group,
-        group,
+        gathers,
+        reduces,
         started_here=started,
         one_host=one_host,
         pretended=pretend_world is not None,

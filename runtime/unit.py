@@ -8,7 +8,7 @@ parameter never change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,23 @@ from zplan.runtime.halves import Halves
 from zplan.runtime.symmetric import Shared
 
 
-@dataclass(eq=False)
 class Slot:
-    """One buffer of the ring. `holder` is the unit whose values are in it, if any."""
+    """One buffer of the ring: 1D, in the compute dtype; `shared` is how other GPUs see it, where they read it."""
 
-    buffer: Tensor  # 1D, compute dtype
-    holder: FlatUnit | None = None
-    free: torch.cuda.Event | None = None
-    """Last compute that used the slot; a gather waits for it."""
-    shared: Shared | None = None
-    """The buffer as other GPUs see it, where they read it."""
+    def __init__(self, buffer: Tensor, *, shared: Shared | None = None) -> None:
+        self.buffer, self.shared = buffer, shared
+        self.free: torch.cuda.Event | None = None
+        """Last compute that used the slot; a gather waits for it."""
+        self._holder: weakref.ref[FlatUnit] | None = None
+
+    @property
+    def holder(self) -> FlatUnit | None:
+        """The unit whose values are in it, if any. Held weakly, as the unit holds the slot."""
+        return None if self._holder is None else self._holder()
+
+    @holder.setter
+    def holder(self, unit: FlatUnit | None) -> None:
+        self._holder = None if unit is None else weakref.ref(unit)
 
 
 class FlatUnit:

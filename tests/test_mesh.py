@@ -6,12 +6,15 @@ import time
 import pytest
 import torch.distributed as dist
 import workload as w
+from torch import nn
 
+from zplan.planner.errors import ZplanError
 from zplan.runtime.initialize import initialize
 
 
 def start_again(rank: int, world_size: int, port: int) -> list[float]:
     """Losses of engines that start and leave a group each, as under torchrun, whose store outlives them."""
+    dist.barrier()  # nobody leaves while another still connects
     dist.destroy_process_group()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -54,3 +57,35 @@ def leave_what_others_started(rank: int, world_size: int, stage: int) -> list[in
 def test_engine_takes_its_groups_with_it(run_ranks, stage, own):
     for before, alive, after in run_ranks(2, leave_what_others_started, stage, limit=30.0):
         assert (alive - before, after - before) == (own, 0)
+
+
+def refuse(rank: int, world_size: int, stage: int) -> int:
+    """Process groups that a refused model leaves behind, in a group that the caller started."""
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    with pytest.raises(ZplanError, match="no parameters to train"):
+        initialize(model=nn.ReLU(), config=w.config(stage))
+    return len(groups) - before
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_refused_leaves_no_group(run_ranks, stage):
+    assert run_ranks(2, refuse, stage, limit=30.0) == [0, 0]
+
+
+def refuse_one(rank: int, world_size: int) -> str:
+    """What a rank hears whose config alone is refused."""
+    config = {**w.config(3), "nonsense": 1} if rank else w.config(3)
+    try:
+        initialize(model=w.build(w.LLAMA4), config=config, init=w.fill)
+    except ZplanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.gloo
+def test_no_rank_waits_for_one_that_was_refused(run_ranks):
+    """Not before the first collective of the engine's own, which tells who is missing."""
+    others, refused = run_ranks(2, refuse_one, limit=30.0)
+    assert others == "" and "unknown key `nonsense`" in refused

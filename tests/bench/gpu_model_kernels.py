@@ -171,6 +171,7 @@ def norms() -> None:
     t = millis(lambda: torch.autograd.grad(theirs, leaves, grad, retain_graph=True))
     ours = millis(lambda: rms_norm.backward(grad, x, weight, rstd))
     say_pair("RMSNorm backward", 3 * x.nbytes, ours, ("torch", t), *rows[1:])
+    used = rms_norm.SHARE, rms_norm.PARTS
     for share in (8, 16, 32, 64):
         rms_norm.SHARE = share
         ours = (
@@ -178,11 +179,11 @@ def norms() -> None:
             millis(lambda: rms_norm.backward(grad, x, weight, rstd)),
         )
         say(f"    {share} elements a thread: forward {ours[0]:.4f}, backward {ours[1]:.4f} ms")
-    rms_norm.SHARE = 16
+    rms_norm.SHARE = used[0]
     for count in (128, 256, 528):
         rms_norm.PARTS = count
         say(f"    backward in {count} parts: {millis(lambda: rms_norm.backward(grad, x, weight, rstd)):.4f} ms")
-    rms_norm.PARTS = 256
+    rms_norm.PARTS = used[1]
 
 
 def gates() -> None:
