@@ -117,30 +117,30 @@ def activation_lines(spec: ModelSpec, choice: Choice, phases: tuple[str, ...]) -
     scale = scale_of(arch, choice, sim.row_sums)
     found: dict[str, dict[int, list[tuple[int, int]]]] = {}
 
-    def put(line_id: str, nbytes: int, first: str, last: str) -> None:
+    def put(line_id: str, nbytes: int, firsts: Iterable[str], lasts: Iterable[str]) -> None:
         if nbytes:
-            found.setdefault(line_id, {}).setdefault(nbytes, []).append((at[first], at[last]))
+            spans = zip(map(at.__getitem__, firsts), map(at.__getitem__, lasts), strict=True)
+            found.setdefault(line_id, {}).setdefault(nbytes, []).extend(spans)
 
     for held in sim.held:
         nbytes = dot(held.level, scale)
-        for i in stacks.instances(held.unit):
-            first, last = (stacks.phase(sim.phases[p], held.unit, i) for p in (held.first, held.last))
-            if held.id.startswith("data."):
-                first, last = BATCH_PHASES
-            put(held.id, nbytes, first, last)
-            if held.last == len(sim.phases) - 1 and first != "idle":
-                # The loss and what its graph still holds: a leaf made of a frozen embedding's output, and its gradient.
-                put(held.id, nbytes, "idle", "idle")
+        firsts, lasts = (stacks.phases(sim.phases[p], held.unit) for p in (held.first, held.last))
+        if held.id.startswith("data."):
+            firsts, lasts = ((p,) for p in BATCH_PHASES)
+        put(held.id, nbytes, firsts, lasts)
+        if held.last == len(sim.phases) - 1 and firsts[0] != "idle":
+            # The loss and what its graph still holds: a leaf made of a frozen embedding's output, and its gradient.
+            idle = ("idle",) * len(firsts)
+            put(held.id, nbytes, idle, idle)
     for phase, levels in zip(sim.phases, sim.working, strict=True):
         total, kernel = max((dot(v, scale), -dot(v[WIDTH:], scale[WIDTH:])) for v in levels)
         # A kernel may run when the phase has already freed more than its workspace holds.
         kernel = min(-kernel, total)
         pass_, _, unit = phase.partition(".")
         line_id = f"{kind(unit or pass_)}.{pass_ if unit else 'forward'}"
-        for i in stacks.instances(unit):
-            real = stacks.phase(phase, unit, i)
-            put(f"act.{line_id}", total - kernel, real, real)
-            put(f"act.kernel.{line_id}", kernel, real, real)
+        real = stacks.phases(phase, unit)
+        put(f"act.{line_id}", total - kernel, real, real)
+        put(f"act.kernel.{line_id}", kernel, real, real)
     exact = arch.runnable and not choice.compile and not (spec.adapters and spec.adapters.quantized)
     # Older cards sum gradients of wider heads in other blocks: `efficient_attention.py`.
     same_blocks = choice.flash or (choice.precision == "fp32" and arch.head_dim <= 64)

@@ -16,7 +16,7 @@ from zplan.planner.halving import largest_multiple, last_good
 from zplan.planner.peer_rules import model_ranks
 from zplan.planner.request import Request
 from zplan.planner.search import Search
-from zplan.planner.sequence import IMAGES, SEQ_STEP, made_for
+from zplan.planner.sequence import IMAGES, NO_LIMIT, SEQ_STEP, made_for
 from zplan.planner.units import GIB, format_count, format_gib
 
 if TYPE_CHECKING:
@@ -149,14 +149,20 @@ def _longest(request: Request, open_: Open) -> Extreme:
     if not row.fits:
         seq = largest_multiple(lambda s: _spare(at(s)), SEQ_STEP, below=limit, near=min(2048, limit))
         row = at(seq) if seq else at(min(SEQ_STEP, limit))
-    note = (
-        "an assumed shape has no limit of its own"
-        if search.model.assumed
-        else f"the model is made for {made_for(search.model.arch):,}"
-    )
     if not seq:
         return Extreme("seq", None, None, _machine(search), f"Not even {min(SEQ_STEP, limit)} tokens do; {_WITHOUT}")
-    return _found("seq", seq, row, search.at("seq", seq), note)
+    return _found("seq", seq, row, search.at("seq", seq), _limit(search, seq))
+
+
+def _limit(search: Search, seq: int) -> str:
+    """What a model says about the longest sequence, and what else ended the search."""
+    arch = search.model.arch
+    note = "an assumed shape has no limit of its own"
+    if not search.model.assumed:
+        note = f"the model is made for {made_for(arch):,}"
+    if seq == arch.window:
+        return f"{note}; attention beyond its window of {arch.window:,} is not built yet"
+    return f"{note}; more than {NO_LIMIT:,} are not looked at" if seq == NO_LIMIT else note
 
 
 _WITHOUT = "without --max the same options tell by how much, and what would"

@@ -28,6 +28,19 @@ def llama_class(keys: Keys, hidden: int) -> Traits:
     return {**biases(keys), "mlp_bias": keys.flag("mlp_bias", default=False)}
 
 
+def stretched(keys: Keys, kind: str, tokens: int) -> int:
+    """Tokens that a config's rotary scaling reaches. Qwen2.5's YaRN leaves `max_position_embeddings` as it was before.
+
+    Gemma 3 gives the length after its linear scaling, and `longrope` and `llama3` do likewise.
+    """
+    block = keys.inner("rope_parameters" if keys.config.get("rope_parameters") is not None else "rope_scaling")
+    rope, factor = block.text("rope_type", block.text("type", "default")), block.number("factor", 1.0)
+    if rope == "yarn":
+        return max(tokens, int(factor * block.integer("original_max_position_embeddings", tokens)))
+    linear = rope in ("linear", "dynamic") and not kind.startswith("gemma3")
+    return max(tokens, int(factor * tokens)) if linear else tokens
+
+
 def _rotary(keys: Keys, hidden: int, default: float, name: str = "partial_rotary_factor") -> int:
     """Width of the rotated front of each head."""
     block = keys.inner("rope_parameters" if "rope_parameters" in keys.config else "rope_scaling")

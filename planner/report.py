@@ -13,7 +13,7 @@ from zplan.planner.comm import textbook_volume
 from zplan.planner.evaluation import Row
 from zplan.planner.interval import told_range, told_spread
 from zplan.planner.peer_rules import NAMES
-from zplan.planner.sequence import IMAGES
+from zplan.planner.sequence import IMAGES, ended_by
 from zplan.planner.stacks import stacks_of
 from zplan.planner.textbook import TEXTBOOK
 from zplan.planner.units import format_count, format_gb, format_gib, format_percent, format_small
@@ -196,9 +196,8 @@ def _choice(e: Estimate) -> list[str]:
     out = ["The choice (* above)" if e.row.fits else "The nearest choice (* above), which does not fit"]
     out += decision_rows(e.decisions)
     if e.fits:
-        out.append(
-            f"  Longest sequence of this choice: {e.longest_seq:,} tokens ({_limit_of_seq(e)}); of any: --max seq."
-        )
+        ended = ended_by(e.model.arch, e.longest_seq, assumed=e.model.assumed)
+        out.append(f"  Longest sequence of this choice: {e.longest_seq:,} tokens ({ended}); of any: --max seq.")
     for i, r in enumerate(e.remedies):
         lead = ("Would fit with" if e.counted else "Would leave room for activations with") if i == 0 else f"{'or':>14}"
         out.append(f"  {lead} {r.what}: {format_gib(r.spare_bytes)} GiB to spare ({r.option})")
@@ -229,13 +228,6 @@ def decision_rows(decisions: Sequence[Decision]) -> Iterator[str]:
 
 def _value(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and value >= 10**6 else str(value)
-
-
-def _limit_of_seq(e: Estimate) -> str:
-    if e.model.assumed:
-        return "in steps of 128; an assumed shape has no limit of its own"
-    a = e.model.arch
-    return "the model's limit" if e.longest_seq == min(a.max_seq, a.window or a.max_seq) else "in steps of 128"
 
 
 def _lines(e: Estimate) -> list[str]:

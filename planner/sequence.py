@@ -8,20 +8,19 @@ from __future__ import annotations
 from zplan.planner.errors import ZplanError
 from zplan.planner.models import Architecture
 
-POSITION_TABLES = ("gpt2", "opt", "bert", "gptj")
-"""Families that cannot run a longer sequence than they have positions for."""
+POSITION_TABLES = ("gpt2", "opt", "bert", "gptj", "chatglm")
+"""Families that cannot run a longer sequence than they have positions for. ChatGLM has as many angles in a table."""
 IMAGES = ("vit",)
 """Families whose sequence is an image."""
 NO_LIMIT = 2**20
-"""Tokens. Of rotary positions whose scaling nobody knows, and of assumed shapes, which only the arithmetic limits."""
+"""Tokens up to which is searched, where a model may go beyond its limit and of assumed shapes, which have none."""
 DEFAULT_SEQ = 2048
 SEQ_STEP = 128
 
 
 def default_seq(arch: Architecture) -> int:
     """Tokens where none are asked for: an image's own, else `DEFAULT_SEQ` or the most that the model is made for."""
-    limits = [n for n in (arch.max_seq, arch.window) if n]
-    return arch.max_seq if arch.family in IMAGES else min(DEFAULT_SEQ, *limits)
+    return arch.max_seq if arch.family in IMAGES else min(DEFAULT_SEQ, made_for(arch), arch.window or NO_LIMIT)
 
 
 def check_seq(arch: Architecture, name: str, seq: int) -> None:
@@ -67,5 +66,15 @@ def check_limit(arch: Architecture, name: str, seq: int) -> None:
     if seq > limit:
         raise ZplanError(
             f"`--seq {seq}` is more than `{name}` is made for, {limit} tokens",
-            f"use --seq {limit} or less, or --beyond-limit if you scale its positions",
+            f"use --seq {limit} or less, or --beyond-limit to count it all the same",
         )
+
+
+def ended_by(arch: Architecture, longest: int, *, assumed: bool) -> str:
+    """What a longest sequence that fits was ended by."""
+    if assumed:
+        return f"in steps of {SEQ_STEP}; an assumed shape has no limit of its own"
+    if longest == NO_LIMIT != made_for(arch):
+        return "longer ones are not looked at"
+    limited = longest in (made_for(arch), arch.window) or longest % SEQ_STEP
+    return "the model's limit" if limited else f"in steps of {SEQ_STEP}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from zplan.planner.models import Architecture
 
@@ -96,6 +97,11 @@ class Stacks:
             return f"{pass_}.{self.names[stack]}.{k + instance - last + 1}"
         from_front = k < last if self._in_front(unit, stack) else k == 0
         return f"{pass_}.{self.names[stack]}.{k if from_front else layers - blocks + k}"
+
+    @lru_cache(maxsize=4096)  # noqa: B019  (a key is three tuples of small numbers and names)
+    def phases(self, phase: str, unit: str) -> tuple[str, ...]:
+        """`phase` of every instance of a unit. Searches ask again and again, for other batches and sequences."""
+        return tuple(self.phase(phase, unit, i) for i in self.instances(unit))
 
     def _in_front(self, unit: str, stack: int) -> bool:
         """Whether a unit lies before a stack's last block."""

@@ -145,14 +145,10 @@ def num_rows(placements: Sequence[Placement], choice: Choice) -> int:
     for p in placements:
         if p.frozen:
             continue
-        spans = [(x.offset, x.offset + x.numel) for x in p.layout.pieces]
-        if not shards_states(choice):
-            spans = [(0, p.layout.padded_numel)]
-        runs = group_runs(p)
-        if len(runs) == 1:
-            count += sum(hi > lo for lo, hi in spans)
-        else:
-            count += sum(end > lo and start < hi for lo, hi in spans for start, end, _ in runs)
+        # Pieces are equally long, but for the last one.
+        length = p.layout.max_piece_numel if shards_states(choice) else p.layout.padded_numel
+        if length:
+            count += sum(-(-end // length) - start // length for start, end, _ in group_runs(p))
     return count
 
 

@@ -77,7 +77,9 @@ class Sweep:
         head = [f"{down.name} \\ {across.name}", *(f"{a:,}" for a in across.values)]
         title = f"{self.where}: peak GiB, in brackets where it does not fit"
         title += "; --json tells hours" if self.goal.asked else ""
-        whys = [f"  -: {why}" for why in dict.fromkeys(p.why for p in self.points if p.row is None)][:MOST_REASONS]
+        whys = [f"  -: {why}" for why in dict.fromkeys(p.why for p in self.points if p.row is None)]
+        if len(whys) > MOST_REASONS:
+            whys[MOST_REASONS:] = [f"  -: {len(whys) - MOST_REASONS} more, told by --json"]
         return "\n".join([title, *table(head, rows, "r" * len(head)), *whys]) + "\n"
 
     def json(self) -> dict[str, Any]:

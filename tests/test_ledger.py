@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zplan.planner.config import Choice
-from zplan.planner.layout import ALIGN
+from zplan.planner.layout import ALIGN, Piece
 from zplan.planner.ledger import Ledger, Line, merge
 from zplan.planner.models import Architecture, ModelSpec, decoder_units
+from zplan.planner.placement import place
 from zplan.planner.predict import predict
+from zplan.planner.states import group_runs, num_rows
 
 PHASES = tuple("abcdefgh")
 SPANS = st.lists(
@@ -100,3 +102,19 @@ def test_more_tokens_never_cost_less(micro_batch, seq, more, stage):
     peak = predict(w.spec(w.LLAMA), choice).peak_bytes()
     assert peak <= predict(w.spec(w.LLAMA), replace(choice, seq=seq + more)).peak_bytes()
     assert peak <= predict(w.spec(w.LLAMA), replace(choice, micro_batch=micro_batch + more)).peak_bytes()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("piece_numel", [1, 1000, 2**20])
+def test_rows_are_the_overlaps_of_pieces_and_runs_of_a_group(stage, piece_numel):
+    arch = Architecture("llama", 2, 64, 4, 2, 16, 100, 101, 64, tied=False)
+    units = tuple(
+        u._replace(params=tuple(p._replace(group=int(len(p.shape) < 2)) for p in u.params)) for u in decoder_units(arch)
+    )
+    choice, count = Choice(stage, 3, piece_numel=piece_numel), 0
+    placements = place(ModelSpec("m", units, arch), choice)
+    for p in placements:
+        cuts = p.layout.pieces if stage else (Piece(0, p.layout.padded_numel, 0),)
+        for start, end, _ in group_runs(p):
+            count += sum(x.offset < end and start < x.offset + x.numel for x in cuts)
+    assert num_rows(placements, choice) == count > len(placements)

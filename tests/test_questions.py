@@ -206,6 +206,20 @@ def test_a_sweep_of_one(run):
     assert all(p["row"]["stage"] == p["at"]["stage"] and p["time"]["step_s"] > 0 for p in found["points"])
 
 
+def test_reasons_that_a_table_leaves_out_are_counted(run):
+    args = ("estimate", "--model", "gpt2", "--gpus", 1, "--mem", 24, "--sweep", "micro-batch=1:2,seq=512:16384")
+    out = run(*args)[1].splitlines()
+    assert [line[:5] for line in out[-4:]] == ["  -: "] * 4 and out[-1] == "  -: 1 more, told by --json"
+    assert len({p["why"] for p in json.loads(run(*args, "--json")[1])["points"] if p["row"] is None}) == 4
+
+
+def test_the_longest_sequence_says_what_ended_it():
+    found = ask(make_request({"model": "mistral-7b-v0.1", "gpus": 8, "mem": 80}), {"max": "seq"})
+    assert found.note == "the model is made for 32,768; attention beyond its window of 4,096 is not built yet"
+    found = ask(make_request({"model": "smollm2-135m", "gpus": 1, "mem": 100000, "beyond_limit": True}), {"max": "seq"})
+    assert found.note == "the model is made for 8,192; more than 1,048,576 are not looked at"
+
+
 def test_a_sweep_over_the_stages_that_a_runtime_has(run):
     args = ["estimate", "--model", "llama-3.2-1b", "--gpus", 2, "--mem", 24, "--runtime", "fsdp2"]
     found = json.loads(run(*args, "--sweep", "stage", "--json")[1])

@@ -17,6 +17,7 @@ from zplan.planner.models import Architecture, ModelSpec, decoder_units
 from zplan.planner.remedies import remedies
 from zplan.planner.request import make_request
 from zplan.planner.search import STAGES, Search
+from zplan.planner.sequence import NO_LIMIT, ended_by
 from zplan.planner.sources import Model, model_from
 from zplan.planner.textbook import runtime_rate
 from zplan.planner.units import GIB, MIB
@@ -156,7 +157,7 @@ def test_sequences_that_a_model_is_not_made_for():
     with pytest.raises(ZplanError) as caught:
         search(GIB, model=model, seq=8192)
     assert "`--seq 8192` is more than `llama-2-7b` is made for, 4096 tokens" in caught.value.message
-    assert caught.value.hint == "use --seq 4096 or less, or --beyond-limit if you scale its positions"
+    assert caught.value.hint == "use --seq 4096 or less, or --beyond-limit to count it all the same"
     request = make_request({"seq": 8192, "beyond_limit": True})
     assert Search(model, Hardware(4, 1, GIB), request).seq == 8192
     with pytest.raises(ZplanError, match="position table"):
@@ -165,6 +166,40 @@ def test_sequences_that_a_model_is_not_made_for():
     spec = replace(model.spec, arch=scaled)
     assert search(GIB, model=model._replace(spec=spec), seq=8192).seq == 8192
     assert search(GIB, model=model_from(None, 7 * 10**9), seq=16384).seq == 16384  # an assumed shape has no limit
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4} | {
+    **{"num_key_value_heads": 4, "vocab_size": 100, "max_position_embeddings": 1024},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("scaling", "limit"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 4096),
+        ({"rope_type": "dynamic", "factor": 4.0}, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 1024),
+    ],
+    ids=["linear", "dynamic", "yarn", "yarn, counted already"],
+)
+def test_scaling_in_a_config_raises_the_limit(tmp_path, kind, scaling, limit):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": kind, "rope_scaling": scaling}))
+    model = model_from(str(tmp_path), None)
+    assert search(GIB, model=model).seq == min(2048, limit)
+    assert search(GIB, model=model, seq=limit).seq_limit == limit
+    with pytest.raises(ZplanError, match=f"is made for, {limit} tokens"):
+        search(GIB, model=model, seq=limit + 1)
+
+
+def test_what_ends_the_longest_sequence_is_said():
+    llama, mistral, vit = (model_from(name, None).arch for name in ("llama-2-7b", "mistral-7b-v0.1", "vit-base"))
+    assert ended_by(llama, 4096, assumed=False) == ended_by(mistral, 4096, assumed=False) == "the model's limit"
+    assert ended_by(vit, 197, assumed=False) == "the model's limit"
+    assert ended_by(llama, 3968, assumed=False) == "in steps of 128"
+    assert ended_by(llama, NO_LIMIT, assumed=False) == "longer ones are not looked at"
+    assert "no limit of its own" in ended_by(llama, NO_LIMIT, assumed=True)
 
 
 def test_one_gpu_alone_keeps_the_global_batch():
