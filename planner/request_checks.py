@@ -67,8 +67,9 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "model": ((str, os.PathLike), "a name, a path or a hub id"),
     "gpu": ((str,), "a name that `zplan gpus` lists"),
     "config": ((str, os.PathLike, Mapping), "a path or a mapping"),
+    **dict.fromkeys(("offline", "beyond_limit", "lora_embeddings", "qlora"), ((bool,), "True or False")),
 }
-"""Arguments that a command line gives as text, and what Python may give; the rest is checked where it is parsed."""
+"""What Python may give for arguments that nobody parses; the rest is checked where it is parsed."""
 
 
 def of_type(name: str, value: Any) -> Any:
@@ -193,7 +194,7 @@ def number(flag: str, value: Any, *, most: int) -> float:
 
 def whole(flag: str, value: Any, *, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ZplanError(f"`{flag} {value}` is not a whole number of at least {least}", f"use {least} or more")
+        raise ZplanError(f"`{flag} {value!r}` is not a whole number of at least {least}", f"use {least} or more")
     if value > MOST:
         raise ZplanError(f"`{flag} {value}` is beyond anything zplan plans for", f"use {MOST:,} or less")
     return value

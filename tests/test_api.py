@@ -218,3 +218,17 @@ def test_public_names():
     assert {"estimate", "plan", "ZplanError"} <= set(dir(zplan))
     with pytest.raises(AttributeError):
         _ = zplan.estimat
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seq": "8192"}, "`--seq '8192'` is not a whole number"),
+        ({"beyond_limit": "yes"}, "`beyond_limit` is 'yes'"),
+        ({"offline": 1}, "`offline` is 1"),
+        ({"qlora": "nf4"}, "`qlora` is 'nf4'"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(given, message):
+    with pytest.raises(ZplanError, match=message):
+        zplan.estimate(**HEADLINE, **given)
