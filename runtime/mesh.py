@@ -61,6 +61,11 @@ class Mesh:
         dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self.reduces)
         return bool(mine.item())
 
+    @property
+    def closed(self) -> bool:
+        """Whether its groups have ended."""
+        return self.reduces is not None and self.reduces not in dist.distributed_c10d._world.pg_map
+
     def close(self) -> None:
         """End the groups, and with them their communicators' memory; the job's own too if it was started here."""
         if self.started_here and dist.is_initialized():

@@ -102,7 +102,8 @@ class Watchdog:
     # --- the thread's ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self.stopped.wait(INTERVAL_S):
+        # A mesh that closes without a word to `stop` is that of an engine that was not made in the end.
+        while not (self.stopped.wait(INTERVAL_S) or self.mesh.closed):
             try:
                 self._look()
             except RuntimeError:  # the store has gone, with the job

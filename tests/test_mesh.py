@@ -1,6 +1,7 @@
 """Process groups that engines start, one after another in one job."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -72,6 +73,23 @@ def refuse(rank: int, world_size: int, stage: int) -> int:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_refused_leaves_no_group(run_ranks, stage):
     assert run_ranks(2, refuse, stage, limit=30.0) == [0, 0]
+
+
+def fail_late(rank: int, world_size: int) -> list[str]:
+    """Threads of ours that an engine leaves which could not be made in its last part."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("zplan.runtime.engine.Checkpoints", lambda engine: [][0])
+        with pytest.raises(IndexError):
+            initialize(model=w.build(w.LLAMA4), config=w.config(3), init=w.fill)
+    end = time.monotonic() + 10
+    while (left := [t.name for t in threading.enumerate() if t.name.startswith("zplan")]) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.mark.gloo
+def test_an_engine_that_fails_late_leaves_no_watchdog(run_ranks):
+    assert run_ranks(2, fail_late, limit=30.0) == [[], []]
 
 
 def refuse_one(rank: int, world_size: int) -> str:
