@@ -55,6 +55,10 @@ class Keys:
         block = want_object(name, self.where, self.config.get(name) or {})
         return Keys(block, f"`{name}` of {self.where}")
 
+    def rope(self) -> Keys:
+        """The block about rotary positions: `rope_scaling`, or the newer `rope_parameters`."""
+        return self.inner("rope_scaling" if self.config.get("rope_parameters") is None else "rope_parameters")
+
     def fail(self, what: str, hint: str) -> NoReturn:
         """Refuse the config as a whole."""
         raise ZplanError(f"{self.where} {what}", hint)
@@ -111,7 +115,7 @@ def _beyond_the_decoder(keys: Keys) -> str:
         for name in ("attention_bias", "mlp_bias"):
             if keys.flag(name, default=False):
                 return f"`{name}`"
-    block = keys.inner("rope_parameters" if keys.config.get("rope_parameters") is not None else "rope_scaling")
+    block = keys.rope()
     kind = block.text("rope_type", block.text("type", "default"))
     return f"rotary scaling `{kind}`" if kind in _CLASS_ROPES else ""
 
@@ -202,12 +206,8 @@ _ROPE_KEYS = {
 
 
 def _rope(keys: Keys) -> tuple[float, tuple[tuple[str, float | str], ...]]:
-    """Base and scaling of the rotary positions: `rope_theta` and `rope_scaling`, or the newer `rope_parameters`."""
-    config = keys.config
-    newer = config.get("rope_parameters")
-    name = "rope_scaling" if newer is None else "rope_parameters"
-    block = want_object(name, keys.where, config.get(name) or {})
-    inner = Keys(block, f"`{name}` of {keys.where}")
+    """Base and scaling of the rotary positions."""
+    inner = keys.rope()
     theta = inner.number("rope_theta", keys.number("rope_theta", 10000.0))
     keys.refuse("partial_rotary_factor", inner.number("partial_rotary_factor", 1.0), (1.0,))
     kind = inner.text("rope_type", inner.text("type", "default"))
@@ -216,9 +216,9 @@ def _rope(keys: Keys) -> tuple[float, tuple[tuple[str, float | str], ...]]:
         return theta, ()
     values: list[tuple[str, float | str]] = [("rope_type", kind)]
     for key in _ROPE_KEYS[kind]:
-        if block.get(key) is None:
-            raise ZplanError(f"`{name}` of {keys.where} has no `{key}`", f'"{kind}" needs it')
-        values.append((key, want_number(key, inner.where, block[key])))
+        if inner.config.get(key) is None:
+            raise ZplanError(f"{inner.where} has no `{key}`", f'"{kind}" needs it')
+        values.append((key, want_number(key, inner.where, inner.config[key])))
     return theta, tuple(sorted(values))
 
 

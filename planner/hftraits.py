@@ -33,7 +33,7 @@ def stretched(keys: Keys, kind: str, tokens: int) -> int:
 
     Gemma 3 gives the length after its linear scaling, and `longrope` and `llama3` do likewise.
     """
-    block = keys.inner("rope_parameters" if keys.config.get("rope_parameters") is not None else "rope_scaling")
+    block = keys.rope()
     rope, factor = block.text("rope_type", block.text("type", "default")), block.number("factor", 1.0)
     if rope == "yarn":
         return max(tokens, int(factor * block.integer("original_max_position_embeddings", tokens)))

@@ -67,7 +67,10 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "model": ((str, os.PathLike), "a name, a path or a hub id"),
     "gpu": ((str,), "a name that `zplan gpus` lists"),
     "config": ((str, os.PathLike, Mapping), "a path or a mapping"),
-    **dict.fromkeys(("offline", "beyond_limit", "lora_embeddings", "qlora"), ((bool,), "True or False")),
+    **dict.fromkeys(
+        ("offline", "beyond_limit", "lora_embeddings", "qlora", "checkpoint_offload", "padded"),
+        ((bool,), "True or False"),
+    ),
 }
 """What Python may give for arguments that nobody parses; the rest is checked where it is parsed."""
 
@@ -162,9 +165,7 @@ def check_choice(name: str, value: Any) -> Any:
             near = did_you_mean(str(value), _WORDS[name])
             raise ZplanError(f"`{flag} {value}` is unknown", near or f"use one of {', '.join(_WORDS[name])}")
         return value
-    if name in ("checkpoint_offload", "padded"):
-        if not isinstance(value, bool):
-            raise ZplanError(f"`{name}` is {value!r}", "give True or False")
+    if name in _TYPES:
         return value
     if name == "optimizer":
         from zplan.planner.optimizers import find_kind
